@@ -1,0 +1,1 @@
+"""Compiled helpers: integers and bytes, no knowledge of models or backends."""
