@@ -16,7 +16,9 @@ Rules of every op:
 * Padding rows have ``seq = -1``: they read row 0 of nothing, write only the dummy block, and their outputs are finite
   or NaN but never trap. K/V past a row's index is never read (tests fill it with NaN).
 * Float buffers are float32 on the CPU; the GPU may use bf16 or f16 for activations. Sums are float32 everywhere.
-* Shapes are checked before anything runs: `DeviceError` with code ``op.shape`` names the op, expected and got.
+* Shapes are checked before anything runs: `DeviceError` with code ``op.shape`` names the op, expected and got. (A fused
+  op made of primitives checks as they do, one after the other, so its earlier primitives may have run.)
+* Scalars (eps, factor, scale, cap) are rounded to float32 first.
 
 `Ops` has two tiers. *Primitives* are abstract. *Fused ops* have a base implementation here that calls the primitives;
 a backend overrides what it fuses. Layers call the fused ops.
@@ -25,7 +27,7 @@ a backend overrides what it fuses. Layers call the fused ops.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -242,7 +244,7 @@ class PatchRing(NamedTuple):
 class ResultRing(NamedTuple):
     """Pinned memory the device writes results to, one entry a step; entry = sequence number % depth.
 
-    header (depth, 4) int32: sequence number (written last), rows, flags, unused. ids (depth, R) int32.
+    header (depth, 4) int32: sequence number (written last), rows T, flags, unused. Columns are the rows of the step, 0..T-1. ids (depth, R) int32.
     logprob (depth, R) float32; top_ids and top_logprobs (depth, R, MAX_TOP_LOGPROBS), written for rows that ask.
     `cursor` (1,) int32 on the device: the next sequence number, from 1.
     """
@@ -333,11 +335,11 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def record(self) -> Event:
-        """Return an event at the current end of the queue."""
+        """Return an event at the current end of the queue. Raises CaptureError inside a capture (one step, one stream)."""
 
     @abc.abstractmethod
     def wait(self, event: Event) -> None:
-        """Make later work of this stream wait for `event`."""
+        """Make later work of this stream wait for `event`. Raises CaptureError inside a capture."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -401,7 +403,8 @@ class Ops(abc.ABC):
         """Fill a decode batch from the state: row i of T takes state row ``order[i]``.
 
         Writes ids, seq, index and position (= index + delta), and the id into the row's history. A row with order -1
-        gets ids 0, seq -1, index 0. A row whose index has reached its limit gets seq -1 and bit 0 of its flag.
+        gets ids 0, seq -1, index 0, position 0. So does a row whose index has reached its limit; it also gets bit 0 of
+        its flag, and its history stays.
         """
 
     @abc.abstractmethod
@@ -417,7 +420,11 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, ring: ResultRing, ids: Array, seq: Array, state: RowState) -> None:
-        """Write one result entry: ids first, then the rows' flags or-ed, then (after a fence) the sequence number."""
+        """Write one result entry, then advance the cursor.
+
+        Ids first, then rows and flags (of all R state rows, or-ed: a row that ran out of room has seq -1 here), then,
+        after a fence, the sequence number. Shapes: ids, seq (T,) int32, T <= R
+        """
 
     # -- rows of numbers --
 
@@ -451,7 +458,8 @@ class Ops(abc.ABC):
     def quantize(self, out: QTensor, x: Array) -> None:
         """Quantize rows to int8: scale = amax/127 of each 32 inputs, q = round-half-even(x * (127 / amax)).
 
-        amax 0 gives scale 0 and q 0; a block with a NaN gets a NaN scale.
+        amax 0 (or so small that 127 / amax overflows) gives scale 0 and q 0; a block with a NaN gets a NaN scale, one with
+        an infinity an infinite scale, both with q 0.
         """
 
     @abc.abstractmethod
@@ -522,8 +530,8 @@ class Ops(abc.ABC):
         """Apply the rows' penalties, bias and bans to float32 logits (T, V) in place.
 
         index (T,): place of the token that produced the logits; the history holds [0, index]. Order: repetition
-        (divide positive, multiply negative logits of every token seen), frequency * count + presence of tokens after the
-        prompt, then bias entries with index + 1 < until (add; -inf bans). counts (T, V) int32 scratch: zero on entry,
+        (divide positive, multiply negative logits of every token seen), subtract frequency * count + presence of tokens
+        after the prompt, then bias entries with index + 1 < until (add; -inf bans). counts (T, V) int32 scratch: zero on entry,
         zero on return.
         Source: repetition: Keskar et al. 2019; presence and frequency: the OpenAI API's definition
         """
@@ -533,11 +541,13 @@ class Ops(abc.ABC):
         """Choose an id a row by Gumbel-max over filtered logits.
 
         ids (T,) int32; logits (T, V) float32 (not changed); scratch (T, V) float32.
-        temperature 0: argmax, ties to the lowest id, NaN never wins. Otherwise, in this order: top-k, top-p (the
-        smallest set of most likely tokens, at temperature, whose probability reaches top_p; ties at its edge go to the
-        lowest id), min-p (probability at least min_p times the best), then argmax of logit / T + g, with
-        g = -log(-log(u)), u from Philox4x32-10 with key = seed (lo, hi) and counter = (token id // 4, index + 1, choice,
-        purpose 0); lane token id % 4; u = (x + 0.5) * 2^-32. Rows with seq -1 get id 0.
+        temperature 0: argmax, ties to the lowest id. Otherwise, in this order: top-k, top-p (the smallest set of most
+        likely tokens, at temperature and over what top-k left, whose probability reaches top_p, at least one; ties at
+        the edge of either go to the lowest id), min-p (probability at least min_p times the best), then argmax of
+        logit / T + g, with g = -log(-log(u)), u from Philox4x32-10 with key = seed (lo, hi) and counter =
+        (token id // 4, index + 1, choice, purpose 0); lane token id % 4; u = (x + 0.5) * 2^-32. u and g need float64: in
+        float32 the largest x round to u = 1 and g = inf. NaN and -inf are never chosen; a row of nothing else, and rows
+        with seq -1, get id 0.
         Source: Salmon et al. 2011 (Philox); Gumbel-max, Maddison et al. 2014
         """
 
@@ -549,7 +559,8 @@ class Ops(abc.ABC):
     def logprobs(self, ring: ResultRing, logits: Array, ids: Array, seq: Array, state: RowState) -> None:
         """Write log-softmax of the chosen ids and the k best of each asking row into the ring's next entry.
 
-        `logits` are the model's own (before penalties and temperature); ties go to the lowest id.
+        `logits` are the model's own (before penalties and temperature); NaN counts as -inf, ties go to the lowest id.
+        The entry is the one the next `publish` completes; nothing else of it is written.
         """
 
     # -- collectives (identity when comm.size is 1) --
@@ -655,6 +666,8 @@ class Backend(abc.ABC):
     comm: Comm
     activation_dtype: str  # "f32", "bf16", "f16"
     int8_activations: bool  # whether products take QTensor by default (engine option `activations`)
+    # Tests set this to make a call fail: called with the name of each op and backend call before it does anything.
+    fault: Callable[[str], None] | None = None
 
     @property
     @abc.abstractmethod
