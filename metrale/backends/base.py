@@ -52,7 +52,8 @@ class Array(Protocol):
 
     def __getitem__(self, key: Any) -> Any: ...
 
-    def reshape(self, *shape: int) -> Any: ...
+    def reshape(self, *shape: int) -> Any:
+        """Return a view of another shape."""
 
 
 class QTensor(NamedTuple):
@@ -244,7 +245,8 @@ class PatchRing(NamedTuple):
 class ResultRing(NamedTuple):
     """Pinned memory the device writes results to, one entry a step; entry = sequence number % depth.
 
-    header (depth, 4) int32: sequence number (written last), rows T, flags, unused. Columns are the rows of the step, 0..T-1. ids (depth, R) int32.
+    header (depth, 4) int32: sequence number (written last), rows T, flags, unused. ids (depth, R) int32; column t is the
+    step's row t.
     logprob (depth, R) float32; top_ids and top_logprobs (depth, R, MAX_TOP_LOGPROBS), written for rows that ask.
     `cursor` (1,) int32 on the device: the next sequence number, from 1.
     """
@@ -384,7 +386,8 @@ def check_shape(op: str, what: str, expected: tuple[int | None, ...], got: Seque
     """Raise DeviceError (``op.shape``) unless `got` matches `expected` (None matches any size)."""
     if len(expected) != len(got) or any(e is not None and e != g for e, g in zip(expected, got, strict=False)):
         shown = tuple("any" if e is None else e for e in expected)
-        raise DeviceError(f"{op}: expected {what} of shape {shown}, got {tuple(got)}; this is a bug in the caller", code="op.shape")
+        message = f"{op}: expected {what} of shape {shown}, got {tuple(got)}; this is a bug in the caller"
+        raise DeviceError(message, code="op.shape")
 
 
 class Ops(abc.ABC):
@@ -603,7 +606,8 @@ class Ops(abc.ABC):
         Shapes: q (T, Hq, D), k and v (T, Hk, D), views into the projection's output
         """
         if norms is not None:
-            self.qk_norm(q, k, norms.q, norms.k, eps=norms.eps, offset=norms.offset, cast_first=norms.cast_first, scope=norms.scope)
+            self.qk_norm(q, k, norms.q, norms.k, eps=norms.eps, offset=norms.offset, cast_first=norms.cast_first,
+                         scope=norms.scope)
         if rope_table is not None:
             self.rope(q, k, rope_table, batch.position)
         self.kv_write(layer, k, v, batch, tables)
@@ -651,7 +655,8 @@ def scratch_view(scratch: Array, rows: int, columns: int) -> Any:
     """
     need = 4 * rows * columns
     if scratch.nbytes < need:
-        raise DeviceError(f"scratch: expected at least {need} bytes, got {scratch.nbytes}; size it by *_scratch_bytes", code="op.scratch")
+        message = f"scratch: expected at least {need} bytes, got {scratch.nbytes}; size it by *_scratch_bytes"
+        raise DeviceError(message, code="op.scratch")
     flat: Any = scratch[:need]
     return flat.view("float32").reshape(rows, columns)
 
