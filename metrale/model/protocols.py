@@ -261,7 +261,7 @@ class ModelDiagnosis(Protocol):
         ...
 
     def locate_fault(self, tokens: Items[int]) -> str | None:
-        """Run tokens eagerly, a check after every layer; return "layer 3: ..." for the first bad output, None if all is well."""
+        """Run tokens eagerly, a check after every layer; return "layer 3: ..." for the first bad output, or None."""
         ...
 
     def top_tokens(self, row: int = 0, k: int = 5) -> tuple[tuple[int, float], ...]:
