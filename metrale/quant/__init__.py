@@ -1,0 +1,1 @@
+"""Quantized formats as data, and slow, obvious references of their arithmetic."""
