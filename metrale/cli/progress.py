@@ -26,8 +26,15 @@ class Progress:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total or None, desc=self._label, unit=self._unit, unit_scale=True,
-                             unit_divisor=1024 if self._unit == "B" else 1000, leave=False, file=sys.stderr)
+            self._bar = tqdm(
+                total=total or None,
+                desc=self._label,
+                unit=self._unit,
+                unit_scale=True,
+                unit_divisor=1024 if self._unit == "B" else 1000,
+                leave=False,
+                file=sys.stderr,
+            )
         self._bar.total = total or None
         self._bar.update(done - self._bar.n)
 

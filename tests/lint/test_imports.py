@@ -14,16 +14,30 @@ PACKAGE = ROOT / "metrale"
 
 # Lower number = lower layer; a module may import only from its own layer's group or below.
 LAYERS = {
-    "errors": 0, "env": 0, "log": 0, "dtypes": 0, "paths": 0,
-    "_ext": 1, "config": 1, "formats": 1, "quant": 1, "hub": 1,
+    "errors": 0,
+    "env": 0,
+    "log": 0,
+    "dtypes": 0,
+    "paths": 0,
+    "_ext": 1,
+    "config": 1,
+    "formats": 1,
+    "quant": 1,
+    "hub": 1,
     "text": 2,
-    "backends": 3, "cache": 3,
-    "weights": 4, "layers": 4, "circuit": 4,
+    "backends": 3,
+    "cache": 3,
+    "weights": 4,
+    "layers": 4,
+    "circuit": 4,
     "families": 5,
-    "model": 6, "spec": 6,
+    "model": 6,
+    "spec": 6,
     "engine": 7,
     "api": 8,
-    "server": 9, "cli": 9, "capi": 9,
+    "server": 9,
+    "cli": 9,
+    "capi": 9,
 }
 ONLY_UNDER = {"cupy": "backends/cuda", "numba": "backends/cpu", "cuda": "backends/cuda"}
 NEVER = {"torch", "transformers", "gguf", "sentencepiece", "ctranslate2", "llama_cpp"}

@@ -54,8 +54,12 @@ def test_sizes(path: Path) -> None:
 
 def test_total_size() -> None:
     kinds = ("*.py", "*.pyx", "*.c", "*.h", "*.inc", "*.cu", "*.cuh")
-    total = sum(len(p.read_text().splitlines()) for kind in kinds for p in (ROOT / "metrale").rglob(kind)
-                if not (p.suffix == ".c" and p.parent.name == "_ext"))
+    total = sum(
+        len(p.read_text().splitlines())
+        for kind in kinds
+        for p in (ROOT / "metrale").rglob(kind)
+        if not (p.suffix == ".c" and p.parent.name == "_ext")
+    )
     assert total <= MAX_TOTAL_LINES, f"{total} lines"
 
 

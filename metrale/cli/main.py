@@ -1,0 +1,61 @@
+"""`metrale`: parse the command line, run one command, turn errors into one sentence and an exit status.
+
+Exit status: 0 done, 1 a metrale error (its sentence and code on stderr), 2 wrong usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+
+from metrale import __version__, env
+from metrale.errors import MetraleError
+
+# Command -> module with HELP, EXAMPLES, `arguments(parser)` and `run(args) -> int`; imported when it is chosen.
+COMMANDS = ("generate", "chat", "inspect", "doctor", "pull")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)],
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        env.check()
+        return int(args.run(args))
+    except MetraleError as error:
+        print(f"metrale: {error} [{error.code}]", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has left (`metrale generate ... | head`): nothing is wrong, and nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="metrale", description="A torch-free inference engine for large language models.")
+    parser.add_argument("--version", action="version", version=f"metrale {__version__}")
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log what happens (-vv: every decision)")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"metrale.cli.{name}")
+        sub = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=f"examples:\n{module.EXAMPLES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser
