@@ -73,7 +73,7 @@ def open_gguf(path: str | PathLike[str]) -> GGUFCheckpoint:
 
     Any part of a split (``NAME-00001-of-00003.gguf``) opens the whole of it: metadata from the first part, tensors of all.
 
-    Raises: WeightError, the codes of `MappedFile` and ``weights.magic``, ``truncated``, ``count``, ``key``,
+    Raises: WeightError, the codes of `MappedFile` and ``weights.magic``, ``truncated``, ``count``, ``key``, ``name``,
             ``value_type``, ``bool``, ``string``, ``utf8``, ``duplicate``, ``alignment``, ``rank``, ``dtype``, ``shape``,
             ``row_length``, ``offset``, ``out_of_file``, ``overlap``, ``split``, ``missing_shard``; UnsupportedError
             ``unsupported.gguf_version``, ``gguf_endian``, ``gguf_type``, ``nested_array``.
@@ -188,12 +188,12 @@ def _alignment(file: MappedFile, metadata: dict[str, Any]) -> int:
 def _tensor_info(cursor: Cursor, alignment: int) -> tuple[str, tuple[str, tuple[int, ...], int, int]]:
     """Read one info; return the name and (format, shape outermost first, offset in the data, bytes)."""
     name = cursor.text("a tensor name", MAX_NAME_BYTES)
+    if not name:
+        raise WeightError(f"{cursor.file.path}: expected named tensors, got an empty name; {REFETCH}", code="weights.name")
     what = f"the info of {shown(name)}"
     rank = cursor.u32(what)
     if rank > MAX_RANK:
-        raise WeightError(
-            f"{shown(name)}: expected at most {MAX_RANK} dimensions, got {rank}; {REFETCH}", code="weights.rank"
-        )
+        raise WeightError(f"{shown(name)}: expected at most {MAX_RANK} dimensions, got {rank}; {REFETCH}", code="weights.rank")
     shape = cursor.u64s(rank, what)[::-1]
     kind = cursor.u32(what)
     offset = cursor.u64(what)
@@ -211,9 +211,7 @@ def _tensor_info(cursor: Cursor, alignment: int) -> tuple[str, tuple[str, tuple[
         )
     form = FORMATS[TENSOR_TYPES[kind]]
     if not addressable(form, shape):
-        raise WeightError(
-            f"{shown(name)}: expected a shape that fits in memory, got {shape}; {REFETCH}", code="weights.shape"
-        )
+        raise WeightError(f"{shown(name)}: expected a shape that fits in memory, got {shape}; {REFETCH}", code="weights.shape")
     nbytes = tensor_bytes(form, shape)
     if nbytes is None:
         raise WeightError(
@@ -304,6 +302,4 @@ def _joined(parts: list[GGUFCheckpoint]) -> GGUFCheckpoint:
             code="weights.split",
         )
     files = tuple(file for part in parts for file in part.files)
-    return GGUFCheckpoint(
-        first.path, files, tensors, dict(first.metadata), version=first.version, alignment=first.alignment
-    )
+    return GGUFCheckpoint(first.path, files, tensors, dict(first.metadata), version=first.version, alignment=first.alignment)

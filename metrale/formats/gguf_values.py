@@ -245,9 +245,7 @@ def _value_type(file: MappedFile, key: str, kind: int) -> WeightError:
 
 
 def _not_bool(file: MappedFile, key: str, byte: int) -> WeightError:
-    return WeightError(
-        f"{file.path}: expected 0 or 1 as the bool {shown(key)}, got {byte}; {REFETCH}", code="weights.bool"
-    )
+    return WeightError(f"{file.path}: expected 0 or 1 as the bool {shown(key)}, got {byte}; {REFETCH}", code="weights.bool")
 
 
 def _not_utf8(subject: str, error: UnicodeDecodeError) -> WeightError:

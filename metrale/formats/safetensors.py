@@ -120,9 +120,7 @@ def _read_header(file: MappedFile) -> tuple[dict[str, TensorView], dict[str, str
 
 def _header_text(file: MappedFile) -> tuple[bytes, int]:
     if file.size < _LENGTH.size:
-        raise WeightError(
-            f"{file.path}: expected at least 8 bytes, got {file.size}; {REFETCH}", code="weights.truncated"
-        )
+        raise WeightError(f"{file.path}: expected at least 8 bytes, got {file.size}; {REFETCH}", code="weights.truncated")
     (length,) = _LENGTH.unpack_from(file.buffer, 0)
     first = file.read(_LENGTH.size, _LENGTH.size + 1)
     if length < 2 or length > MAX_HEADER_BYTES:

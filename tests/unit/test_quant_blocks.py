@@ -20,7 +20,10 @@ NAMES = tuple(BLOCKS)
 
 # Largest error of the plain quantizer on uniform rows, as a part of a block's range: half a step, and for the k-quants
 # half a step of the 6-bit scale and minimum besides.
-STEP = {"q4_0": 1 / 16, "q4_1": 1 / 30, "q5_0": 1 / 32, "q5_1": 1 / 62, "q8_0": 1 / 254, "q4_k": 1 / 18, "q5_k": 1 / 30, "q6_k": 1 / 62}
+STEP = {
+    "q4_0": 1 / 16, "q4_1": 1 / 30, "q5_0": 1 / 32, "q5_1": 1 / 62, "q8_0": 1 / 254,
+    "q4_k": 1 / 18, "q5_k": 1 / 30, "q6_k": 1 / 62,
+}  # fmt: skip
 
 
 def gguf_type(name: str) -> gguf.GGMLQuantizationType:
