@@ -20,6 +20,7 @@ from metrale.errors import CapacityError, DeviceError, MetraleError, RequestErro
 from metrale.log import get_logger
 from metrale.model.plan import StepFailure, StepResult, TokenResult
 from metrale.model.protocols import Model
+from metrale.text.stops import StopStrings
 from metrale.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -57,7 +58,8 @@ class Engine:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         self._next_request += 1
         request = Request(self._next_request, ids, params, seed)
-        request.choices = [Choice(request, i, TextOutput(self._tokenizer, params.stop)) for i in range(params.n)]
+        stops = StopStrings(params.stop) if params.stop else None
+        request.choices = [Choice(request, i, TextOutput(self._tokenizer, stops)) for i in range(params.n)]
         self._open[request.request_id] = request
         self._scheduler.add(request)
         return request
@@ -202,7 +204,11 @@ class Engine:
         choice.request.deltas.append(Delta(choice.index, text, ids, logprobs, choice.finish_reason))
 
     def _end(self, choice: Choice, reason: str, stop_reason: str | int | None = None, text: str = "") -> None:
-        text += choice.text.finish(stopped=isinstance(stop_reason, str))
+        rest, stop = choice.text.finish()
+        if stop is not None and reason != "cancelled":
+            # The last character was incomplete until the text ended, and completed a stop string.
+            reason, stop_reason = "stop", stop
+        text += rest
         choice.finish_reason, choice.stop_reason = reason, stop_reason
         self._scheduler.release(choice)
         self._emit(choice, text)
