@@ -83,12 +83,14 @@ class TensorView:
         aligned: NDArray[Any] = np.require(flat, requirements="A").reshape(shape)
         return aligned
 
-    def release(self) -> None:
-        """Give the span's resident pages back to the system (arrays over it stay valid, they fault in again).
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Give the resident pages of rows [start, stop) back to the system (arrays over them stay valid: they fault in again).
 
-        Called after a repack, so that no weight is resident twice.
+        Called after a repack, so that no weight is resident twice; a large tensor is repacked and released a slice of rows
+        at a time.
         """
-        self.file.release(self.offset, self.nbytes)
+        stop = self.rows if stop is None else min(stop, self.rows)
+        self.file.release(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)
 
 
 class Checkpoint(Protocol):
