@@ -36,8 +36,11 @@ class BlockPool:
         Raises: CapacityError (``capacity.blocks``) for fewer than two.
         """
         if blocks < 2:
-            raise CapacityError(f"block pool: expected at least 2 blocks (one is the dummy block), got {blocks}; give the K/V "
-                                "cache more memory", code="capacity.blocks")
+            raise CapacityError(
+                f"block pool: expected at least 2 blocks (one is the dummy block), got {blocks}; give the K/V "
+                "cache more memory",
+                code="capacity.blocks",
+            )
         self._refs = [0] * blocks
         self._refs[DUMMY_BLOCK] = 1
         self._free = list(range(blocks - 1, 0, -1))
@@ -50,8 +53,11 @@ class BlockPool:
         Raises: CapacityError (``capacity.blocks``) when fewer are free.
         """
         if count > len(self._free):
-            raise CapacityError(f"K/V cache: expected {count} free blocks, got {len(self._free)} of {len(self._refs) - 1}; free "
-                                "or preempt a sequence, or give the cache more memory", code="capacity.blocks")
+            raise CapacityError(
+                f"K/V cache: expected {count} free blocks, got {len(self._free)} of {len(self._refs) - 1}; "
+                "free or preempt a sequence, or give the cache more memory",
+                code="capacity.blocks",
+            )
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._refs[block] = 1
@@ -113,5 +119,7 @@ class BlockPool:
 
     def _check(self, block: int, verb: str) -> None:
         if not 0 < block < len(self._refs) or self._refs[block] == 0:
-            raise MetraleError(f"block pool: expected to {verb} a block in use, got block {block}; this is a bug in the caller",
-                               code="cache.refs")
+            raise MetraleError(
+                f"block pool: expected to {verb} a block in use, got block {block}; this is a bug in the caller",
+                code="cache.refs",
+            )

@@ -40,8 +40,11 @@ def plan_blocks(plan: CachePlan, demand: Demand, *, block_bytes: int, free_bytes
     one = plan.sequence_blocks(demand.context_tokens, demand.chunk_tokens, demand.block_tokens)
     room = free_bytes if limit_bytes is None else limit_bytes
     if room > free_bytes:
-        raise CapacityError(f"K/V cache: expected {_mib(room)} as configured, got {_mib(free_bytes)} free; lower the cache's "
-                            "memory or free some", code="capacity.memory")
+        raise CapacityError(
+            f"K/V cache: expected {_mib(room)} as configured, got {_mib(free_bytes)} free; lower the cache's "
+            "memory or free some",
+            code="capacity.memory",
+        )
     fits = room // block_bytes - 1
     if fits < one:
         per = block_bytes * len(plan.groups) // demand.block_tokens
@@ -49,7 +52,9 @@ def plan_blocks(plan: CachePlan, demand: Demand, *, block_bytes: int, free_bytes
         raise CapacityError(
             f"K/V cache: expected room for one context of {demand.context_tokens} tokens ({one} blocks of {_kib(block_bytes)}, "
             f"{_mib(one * block_bytes)}; {_kib(per)} a token), got {_mib(room)}; give it more memory or set a context of "
-            f"at most {most} tokens", code="capacity.memory")
+            f"at most {most} tokens",
+            code="capacity.memory",
+        )
     return Budget(1 + min(fits, one * demand.rows), block_bytes)
 
 

@@ -68,8 +68,10 @@ def plan_groups(layers: Sequence[LayerKV], *, context_tokens: int, chunk_tokens:
     for i, layer in enumerate(layers):
         slides = layer.window is not None and layer.window + chunk_tokens + block_tokens < context_tokens
         kinds.setdefault(layer.window if slides else None, []).append(i)
-    everything = CachePlan((CacheGroup(tuple(range(len(layers))), tuple(range(len(layers))), None),),
-                           tuple((layer.heads, layer.dim) for layer in layers))
+    everything = CachePlan(
+        (CacheGroup(tuple(range(len(layers))), tuple(range(len(layers))), None),),
+        tuple((layer.heads, layer.dim) for layer in layers),
+    )
     if len(shapes) > 1 or set(kinds) == {None}:
         return everything
     best = everything

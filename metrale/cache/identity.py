@@ -57,8 +57,9 @@ class BlockIdentity:
         return f"BlockIdentity(depth={self.depth}, tokens={self.tokens}, extra={self.extra})"
 
 
-def identities(tokens: tuple[int, ...], extra: Extra, block_tokens: int,
-               parent: BlockIdentity | None = None) -> list[BlockIdentity]:
+def identities(
+    tokens: tuple[int, ...], extra: Extra, block_tokens: int, parent: BlockIdentity | None = None
+) -> list[BlockIdentity]:
     """Return the identities of the full blocks of `tokens` (which follow `parent`), in order; a partial tail has none."""
     chain: list[BlockIdentity] = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):

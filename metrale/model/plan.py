@@ -112,9 +112,14 @@ class StepPlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepPlan:
         """Return the plan that `to_json` (and a trip through JSON text) came from."""
-        return cls(step=int(data["step"]), retire=tuple(data["retire"]), admit=tuple(_spec(s) for s in data["admit"]),
-                   forks=tuple(_fork(f) for f in data["forks"]), chunks=tuple(Chunk(**c) for c in data["chunks"]),
-                   decode=tuple(data["decode"]))
+        return cls(
+            step=int(data["step"]),
+            retire=tuple(data["retire"]),
+            admit=tuple(_spec(s) for s in data["admit"]),
+            forks=tuple(_fork(f) for f in data["forks"]),
+            chunks=tuple(Chunk(**c) for c in data["chunks"]),
+            decode=tuple(data["decode"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +179,12 @@ class StepResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepResult:
         """Return the result that `to_json` (and a trip through JSON text) came from."""
-        return cls(step=int(data["step"]), tokens=tuple(TokenResult(**_top(t)) for t in data["tokens"]),
-                   prompt_logprobs=tuple(PromptLogprob(**_top(p)) for p in data["prompt_logprobs"]),
-                   failures=tuple(StepFailure(**{**f, "seq_ids": tuple(f["seq_ids"])}) for f in data["failures"]))
+        return cls(
+            step=int(data["step"]),
+            tokens=tuple(TokenResult(**_top(t)) for t in data["tokens"]),
+            prompt_logprobs=tuple(PromptLogprob(**_top(p)) for p in data["prompt_logprobs"]),
+            failures=tuple(StepFailure(**{**f, "seq_ids": tuple(f["seq_ids"])}) for f in data["failures"]),
+        )
 
 
 def _sampling(data: Mapping[str, Any]) -> RowSampling:
