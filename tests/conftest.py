@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +17,7 @@ settings.register_profile(
 settings.load_profile("metrale")
 
 BACKENDS = ("reference", "cpu", "cuda")
+NO_CUDA = "no CUDA backend here"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fold the skips for want of a GPU into one line of the summary: the same place and reason."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple) and NO_CUDA in report.longrepr[2]:
+        report.longrepr = (__file__, open_cuda.__code__.co_firstlineno, report.longrepr[2])
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +87,7 @@ def open_cuda(config: pytest.Config) -> Backend:
 
         return CudaBackend()
     except (ImportError, MetraleError) as error:
-        reason = f"no CUDA backend here: {error}"
+        reason = f"{NO_CUDA}: {error}"
     if config.getoption("--gpu"):
         pytest.fail(reason)
     pytest.skip(reason)
