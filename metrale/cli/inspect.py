@@ -12,7 +12,6 @@ from metrale import env, hub
 from metrale.errors import MetraleError
 
 if TYPE_CHECKING:
-    from metrale.config.files import ModelConfig
     from metrale.config.spec import ModelSpec
     from metrale.formats import Checkpoint
 
@@ -73,6 +72,7 @@ def inspect(path: Path, *, context: int | None = None, scan_nan: bool = False) -
 
 def _understand(checkpoint: Checkpoint, path: Path, report: dict[str, Any], context: int | None) -> None:
     from metrale import families
+    from metrale.model.load import read_config
     from metrale.weights.index import TensorIndex
     from metrale.weights.preflight import preflight
 
@@ -87,17 +87,6 @@ def _understand(checkpoint: Checkpoint, path: Path, report: dict[str, Any], cont
     report["memory"] = memory(spec, report["weight_bytes"], context or spec.max_context)
     found = preflight(TensorIndex(checkpoint), resolved.weights, config.source)
     report["problems"] += [f"{problem} [{problem.code}]" for problem in found.problems]
-
-
-def read_config(checkpoint: Checkpoint, path: Path) -> ModelConfig:
-    """Return the config of an open checkpoint: GGUF metadata, or config.json beside the tensors."""
-    if checkpoint.container == "gguf":
-        from metrale.config.gguf import config_from_gguf
-
-        return config_from_gguf(checkpoint.metadata, checkpoint.tensors, str(path))
-    from metrale.config.files import load_config
-
-    return load_config(path if path.is_dir() else path.parent)
 
 
 def memory(spec: ModelSpec, weight_bytes: int, context: int) -> dict[str, int]:
