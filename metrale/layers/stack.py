@@ -2,8 +2,8 @@
 
     model = DenseModel(backend, spec, weights, max_context)
     buffers = model.new_buffers(rows=512, head_rows=16)
-    model.forward(ops, buffers, batch, tables, kv)      # residual rows stay in `buffers`
-    model.head(ops, buffers, logits, rows)              # logits of chosen rows
+    hidden = model.forward(ops, buffers, batch, tables, kv)  # residual rows, a view into `buffers`
+    model.head(ops, buffers, logits, hidden[7:9])            # logits of chosen rows
 
 `forward` and `head` allocate nothing and read nothing back, so they run eagerly and inside a capture alike.
 """
@@ -83,8 +83,14 @@ class DenseModel:
         residual: Array = s.residual
         return residual
 
-    def head(self, ops: Ops, buffers: StepBuffers, logits: Array, rows: Array | None = None) -> None:
-        """Write float32 logits (M, V) of M rows of the last `forward`: the first M, or those `rows` (M,) int32 names.
+    def pick(self, ops: Ops, buffers: StepBuffers, rows: Array) -> Array:
+        """Gather residual rows of the last `forward`: rows (M,) int32 -> (M, H), a view into `buffers`."""
+        picked: Array = buffers.at(int(rows.shape[0])).product
+        ops.gather_rows(picked, buffers.residual, rows)
+        return picked
+
+    def head(self, ops: Ops, buffers: StepBuffers, logits: Array, hidden: Array) -> None:
+        """Write float32 logits (M, V) of residual rows (M, H): a slice of what `forward` returned, or what `pick` did.
 
         Keeps the residual, so it may be called again for other rows.
         Raises: DeviceError ``op.rows``
@@ -93,12 +99,7 @@ class DenseModel:
         limit = buffers.rows if self.sizes.logits_part == 0 else min(buffers.rows, buffers.head_rows)
         if count > limit:
             raise DeviceError(f"head: expected at most {limit} rows, got {count}; ask for fewer at a time", code="op.rows")
-        s = buffers.at(count)
-        hidden = s.residual
-        if rows is not None:
-            hidden = s.product
-            ops.gather_rows(hidden, buffers.residual, rows)
-        self._head.forward(ops, s, logits, hidden)
+        self._head.forward(ops, buffers.at(count), logits, hidden)
 
     # -- construction --
 
