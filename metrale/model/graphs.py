@@ -33,7 +33,7 @@ class GraphCache:
         """Return how many graphs are held."""
         return len(self._graphs)
 
-    def keys(self) -> tuple[GraphKey, ...]:
+    def held(self) -> tuple[GraphKey, ...]:
         """Return the keys held, least recently used first."""
         return tuple(self._graphs)
 

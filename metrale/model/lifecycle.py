@@ -151,7 +151,7 @@ class Lifecycle:
                 table.blocks.extend([0] * old.start)
                 table.start = old.start
                 table.extend(core.pool.alloc(old.length - old.start))
-            seq.reserved = min(len(table) for table in seq.tables) * BLOCK_TOKENS
+            seq.reserved = core.words.limit(seq)
             with core.step([seq]):
                 core.room.prepare_fresh()
                 for group, (table, old) in enumerate(zip(seq.tables, saved.tables, strict=True)):

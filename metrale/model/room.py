@@ -47,7 +47,7 @@ class Room:
         for table, count in zip(seq.tables, missing, strict=True):
             table.extend(blocks[:count])
             del blocks[:count]
-        seq.reserved = need * BLOCK_TOKENS
+        seq.reserved = min(need * BLOCK_TOKENS, context)
 
     def slide(self, seq: Sequence, index: int, patches: PatchStaging, table_offset: Any) -> None:
         """Release the blocks that no row at `index` or later sees; later work of the stream may reuse them.

@@ -41,7 +41,7 @@ class RowWords:
                 self._patches.put_words(lay.table(group, row, known), table.blocks[known:])
                 grown = True
         if grown:
-            self._patches.put(lay.field(row, "limit"), limit(seq))
+            self._patches.put(lay.field(row, "limit"), self.limit(seq))
 
     def stage_order(self, rows: Items[int], rung: int) -> None:
         """Stage the order words in which a decode batch of `rung` rows differs from the last one."""
@@ -71,7 +71,7 @@ class RowWords:
     def _stage_all(self, seq: Sequence) -> None:
         lay, row, sampling = self._state.layout, seq.row, seq.sampling
         token = seq.tokens[seq.launched] if seq.launched < len(seq.tokens) else 0
-        words = field_words(sampling, token=token, index=seq.launched, limit=limit(seq), prompt_len=seq.prompt_len)
+        words = field_words(sampling, token=token, index=seq.launched, limit=self.limit(seq), prompt_len=seq.prompt_len)
         put = self._patches.put_words
         put(lay.field(row, "token"), words)
         if sampling.bias:
@@ -87,7 +87,6 @@ class RowWords:
                 self._state.words[start : start + seq.launched], np.array(seq.tokens[: seq.launched], np.int32)
             )
 
-
-def limit(seq: Sequence) -> int:
-    """Return the tokens that a sequence's reserved blocks can hold, the same in every group."""
-    return min(len(table) for table in seq.tables) * BLOCK_TOKENS
+    def limit(self, seq: Sequence) -> int:
+        """Return the tokens that a sequence's reserved blocks can hold, never more than the context."""
+        return min(min(len(table) for table in seq.tables) * BLOCK_TOKENS, self._state.layout.max_tokens)

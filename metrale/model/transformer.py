@@ -169,7 +169,7 @@ class TransformerModel:
 
     def graph_keys(self) -> tuple[tuple[Any, ...], ...]:
         """Return the keys captured, least recently used first."""
-        return self._core.graphs.keys()
+        return self._core.graphs.held()
 
     # -- streams --
 
