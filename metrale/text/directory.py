@@ -35,7 +35,7 @@ def read_vocab(path: str | os.PathLike[str]) -> Vocab:
     special |= {i for text in named.values() if (i := backend.token_to_id(text)) is not None}
     bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    prefix, suffix = _around(backend, settings, bos, eos)
+    prefix, suffix = _around(backend)
     size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
     return Vocab(
         backend=backend, size=size, spelling=spelling, strip_space=strip_space, bos_id=bos,
@@ -105,19 +105,12 @@ def _decoding(backend: Backend) -> tuple[Spelling, bool]:
     return "spm", strip
 
 
-def _around(
-    backend: Backend, settings: Mapping[str, Any], bos: int | None, eos: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids put before and after a text.
+def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor puts before and after a text.
 
-    ``add_bos_token`` or ``add_eos_token`` in tokenizer_config.json decide where one of them is given (transformers then
-    replaces the post-processor); else the post-processor of tokenizer.json does.
+    It decides alone: transformers 5 drops ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json where there is
+    a tokenizer.json.
     """
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        return (
-            (bos,) if settings.get("add_bos_token") and bos is not None else (),
-            (eos,) if settings.get("add_eos_token") and eos is not None else (),
-        )
     bare = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from metrale.errors import ConfigError, UnsupportedError
+from metrale.errors import UnsupportedError
 from metrale.text import pretokenizers, spm
 from metrale.text.gguf_keys import Keys
 from metrale.text.pieces import SPACE
@@ -61,8 +61,7 @@ def build_vocab(metadata: Mapping[str, Any]) -> Vocab:
             ids = _ids(keys, tokens)
             return build(keys, tokens, ids, _kinds(keys, ids))
     except UnicodeEncodeError as error:
-        raise ConfigError(f"tokenizer.ggml.tokens: expected UTF-8 text, got {error}; the file is damaged, fetch it again",
-                          code="tokenizer.gguf") from error
+        raise keys.error("tokens", "UTF-8 text", str(error)) from error
 
 
 @contextmanager
@@ -82,6 +81,7 @@ def _no_collection() -> Iterator[None]:
 
 def _tokens(keys: Keys) -> list[str]:
     tokens = keys.texts("tokens")
+    "".join(tokens).encode("utf-8")  # raises for lone surrogates
     if not tokens:
         raise keys.error("tokens", "at least one token", "none")
     if "" in tokens:  # the name llama.cpp gives them, so that two of them differ
@@ -115,8 +115,6 @@ def _byte_level(keys: Keys, tokens: list[str], ids: dict[str, int], kinds: dict[
     merges = _merges(keys)
     try:
         model = models.BPE(ids, merges, ignore_merges=spec.whole_words)
-    except UnicodeEncodeError:
-        raise
     except Exception as error:  # `tokenizers` raises bare Exception for a merge of unknown tokens
         raise keys.error("merges", "pairs of tokens whose joined text is a token", str(error)) from error
     backend = Backend(model)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-MAX_STEPS = 200_000  # loop turns and macro calls of one rendering; a conversation takes hundreds
+MAX_STEPS = 100_000  # loop turns and macro calls of one rendering; a conversation takes hundreds
 MAX_SECONDS = 10.0  # of one rendering; real ones take milliseconds
 MAX_LENGTH = 1 << 24  # characters or items of anything a template builds
 MAX_BITS = 1 << 12  # of an integer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ def test_streamed_equals_decoded(kind: str, skip_special: bool, data: st.DataObj
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=5).map(sorted))
     detokenizer = Detokenizer(model, skip_special)
     bounds = [0, *cuts, len(ids)]
-    pieces = [detokenizer.push_all(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.push_all(ids[a:b]) for a, b in pairwise(bounds)]
     assert "".join(pieces) + detokenizer.flush() == model.decode(ids, skip_special)
     assert detokenizer.flush() == ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -72,16 +71,17 @@ def test_special_text_cannot_be_merged_from_parts() -> None:
     _, _, metadata = trained("bytes")
     changed = {key: list(value) if isinstance(value, list) else value for key, value in metadata.items()}
     tokens, types, scores = (changed[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type", "scores"))
-    for piece in ("</s", "</"):
-        tokens.append(piece), types.append(1), scores.append(-1.0)
+    tokens += ["</s", "</"]
+    types += [1, 1]
+    scores += [-1.0, -1.0]
     assert 2 not in Tokenizer.from_gguf(changed).encode("x</s>", parse_special=False)
 
 
 def test_user_defined_tokens_are_found_before_merging() -> None:
     _, _, metadata = trained("bytes-no-prefix")
     changed = {key: list(value) if isinstance(value, list) else value for key, value in metadata.items()}
-    for key, value in (("tokens", "   "), ("token_type", 4), ("scores", 0.0), ("tokens", "<div>"), ("token_type", 4), ("scores", 0.0)):
-        changed[f"tokenizer.ggml.{key}"].append(value)
+    for key, values in (("tokens", ["   ", "<div>"]), ("token_type", [4, 4]), ("scores", [0.0, 0.0])):
+        changed[f"tokenizer.ggml.{key}"] += values
     tokenizer = Tokenizer.from_gguf(changed)
     spaces, div = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
     assert tokenizer.encode("a   <div>", add_special=False)[-2:] == [spaces, div]
@@ -105,10 +105,9 @@ def test_live_llama_cpp(case: str, tmp_path: Path) -> None:
     _, tokenizer, metadata = trained(case)
     rng = random.Random(7)
     texts = corpus() + ["".join(rng.choice(PARTS) for _ in range(rng.randint(1, 12))) for _ in range(1000)]
-    encode: Callable[[str, bool], list[int]] = lambda text, special: tokenizer.encode(text, False, special)  # noqa: E731
     with llama_cpp_of(write_gguf(tmp_path / "v.gguf", metadata)) as judge:
         for text in texts:
             for special in (True, False):
-                assert encode(text, special) == judge.encode(text, special), text
+                assert tokenizer.encode(text, False, special) == judge.encode(text, special), text
         for token_id in range(tokenizer.vocab_size):
             assert tokenizer.token_bytes(token_id) == judge.piece(token_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,7 +71,7 @@ def test_holds_back_no_more_and_no_less_than_needed(tokens: list[str], stops: li
        stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
 def test_the_cut_into_tokens_does_not_matter(text: str, cut: list[int], stops: list[str]) -> None:
     bounds = sorted({0, len(text), *(c for c in cut if c <= len(text))})
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
     shown, matcher = run(pieces, stops)
     whole, other = run([text], stops)
     assert "".join(shown) + matcher.flush() == "".join(whole) + other.flush()
