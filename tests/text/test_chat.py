@@ -27,7 +27,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 TOOLS = [{"type": "function", "function": {
     "name": "get_weather", "description": "Say <how> it is & \"will\" be.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]},
+    "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"],
+    },
 }}]
 
 

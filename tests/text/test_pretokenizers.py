@@ -18,7 +18,8 @@ from tests.text.corpus import HERE, corpus
 from tests.text.vocabularies import PRE_NAMES, comparable, llama_cpp_of, small_bpe, write_gguf
 
 TRICKY = ["a", "É", "é", "ß", "ǅ", "中", "한", "ก", "ि", "\u0301", "1", "23", "½", "٣", " ", "  ", "\n", "\r\n", "\t", "\xa0",
-          "\u3000", "\x85", "\u200b", "'s", "'LL", "'", "-", "_", "/", "::", "😀", "\u200d", "\x00", "<|im_end|>", "<s>", "$", "+", "。"]
+          "\u3000", "\x85", "\u200b", "'s", "'LL", "'", "-", "_", "/", "::", "😀", "\u200d", "\x00", "<|im_end|>",
+          "<s>", "$", "+", "。"]
 
 
 def goldens() -> dict[str, Any]:
