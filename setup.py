@@ -26,6 +26,7 @@ ISA_FLAGS = {
     "neon": (("aarch64",), ["-march=armv8.2-a+dotprod+fp16"]),
 }
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+ISA_FLAGS["generic"] = ((MACHINE,), ["-O2"])  # plain loops: -O3 makes them five times as large
 
 
 def kernel_sources() -> list[str]:

@@ -1,0 +1,3 @@
+#include "simd_avx2.h"
+
+#include "variant.inc"

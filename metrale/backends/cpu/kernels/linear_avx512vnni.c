@@ -1,0 +1,3 @@
+#include "simd_avx512.h"
+
+#include "variant.inc"

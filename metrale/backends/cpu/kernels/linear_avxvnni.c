@@ -1,0 +1,3 @@
+#include "simd_avx2.h" /* with __AVXVNNI__ from the compiler flags */
+
+#include "variant.inc"

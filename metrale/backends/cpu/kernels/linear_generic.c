@@ -1,0 +1,3 @@
+#include "simd_generic.h"
+
+#include "variant.inc"

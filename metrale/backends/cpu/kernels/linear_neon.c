@@ -1,0 +1,3 @@
+#include "simd_neon.h"
+
+#include "variant.inc"

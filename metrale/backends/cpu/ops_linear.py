@@ -1,0 +1,204 @@
+"""Products with packed weights, embeddings, quantization and gates on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from metrale._ext import cpu_kernels
+from metrale.backends.base import ACTIVATIONS, QTensor, check_shape
+from metrale.backends.cpu.emit import Emitter
+from metrale.backends.cpu.pack import PANEL_ROWS, CpuWeight, Segment
+from metrale.errors import DeviceError, UnsupportedError
+
+ROWS_A_TILE: Final = 64  # what the kernels' L1 scratch holds
+FEW_ROWS: Final = 8
+TILE_BYTES: Final = 24 << 10  # of weights, when few rows read them: about 1 us, twenty times the price of a ticket
+MANY_TILES: Final = 64
+
+
+def tile_shape(rows: int, panels: int, panel_bytes: int, step: int = 1) -> tuple[int, int, int]:
+    """Return (panels a tile, rows a tile, tiles): a function of the shape alone. Panels a tile is a multiple of `step`.
+
+    Few rows: tiles of about TILE_BYTES, but at least eight tiles. Many rows: four panels by 64 rows, or two panels where
+    that would make few tiles.
+    """
+    if rows <= FEW_ROWS:
+        across = min(max(1, TILE_BYTES // max(1, panel_bytes)), max(1, panels // 8))
+        down = max(1, rows)
+    else:
+        down = min(rows, ROWS_A_TILE)
+        across = 4 if -(-rows // down) * panels >= 4 * MANY_TILES else 2
+    across = -(-across // step) * step
+    return across, down, -(-panels // across) * -(-rows // down)
+
+
+class LinearOps(Emitter):
+    """The ops that read packed weights, and the elementwise ones around them."""
+
+    def kernel(self, name: str) -> int:
+        """Return the address of a kernel in the backend's instruction set."""
+        return cpu_kernels.address(name, self.backend.isa)
+
+    def embed(self, out: Any, ids: Any, weight: Any, *, scale: float) -> None:
+        """Gather rows of an embedding."""
+        check_shape("embed", "ids", (None,), ids.shape)
+        check_shape("embed", "out", (ids.shape[0], weight.k), out.shape)
+        _floats("embed", out=out)
+        rows = int(ids.shape[0])
+        for part in _mine("embed", weight).segments:
+            args = (out, ids, part.panels, rows, part.n, weight.k, _stride(out), part.number, float(scale), part.start, weight.n)
+            self.emit("embed", self.kernel("embed"), -(-rows // 8), args, (out, ids, part.panels), scale=scale)
+
+    def quantize(self, out: QTensor, x: Any) -> None:
+        """Quantize rows to int8."""
+        check_shape("quantize", "x", (None, None), x.shape)
+        _q("quantize", out, x.shape)
+        _floats("quantize", x=x)
+        rows, k = x.shape
+        args = (*out, x, rows, k, _stride(x))
+        self.emit("quantize", self.kernel("quantize"), _row_tiles(rows, k), args, (*out, x))
+
+    def act_mul(self, out: Any, gate_up: Any, *, act: str) -> None:
+        """Gate rows."""
+        check_shape("act_mul", "gate_up", (None, 2 * out.shape[1]), gate_up.shape)
+        rows, width = int(gate_up.shape[0]), int(gate_up.shape[1]) // 2
+        to = _outputs("act_mul", out, (rows, width))
+        _floats("act_mul", gate_up=gate_up)
+        args = (*to, gate_up[:, :width], gate_up[:, width:], rows, width, _stride(gate_up), _stride(out), _act(act))
+        self.emit("act_mul", self.kernel("act_mul"), _row_tiles(rows, width), args, (*_all(out), gate_up), act=act)
+
+    def linear(self, out: Any, x: Any, weight: Any, *, lora: Any | None = None) -> None:
+        """Multiply."""
+        self._linear("linear", out, x, weight, None, 1.0, lora)
+
+    def linear_residual(self, residual: Any, x: Any, weight: Any, *, scratch: Any, lora: Any | None = None) -> None:
+        """Add a product to the residual."""
+        self._linear("linear_residual", residual, x, weight, residual, 1.0, lora)
+
+    def linear_residual_scratch_bytes(self, rows: int, weight: Any) -> int:
+        """Return 0: the product is added as it leaves its registers."""
+        return 0
+
+    def mlp_up_scratch_bytes(self, rows: int, weight: Any) -> int:
+        """Return 0 where gate and up are fused, else the room of both."""
+        return 0 if _mine("mlp_up", weight).halves() else 4 * rows * weight.n
+
+    def mlp_up(self, out: Any, x: Any, weight: Any, *, act: str, scratch: Any, lora: Any | None = None) -> None:
+        """Multiply by gate and up, and gate, in one op; a QTensor is quantized where it is made."""
+        halves = _mine("mlp_up", weight).halves()
+        if halves is None:
+            super().mlp_up(out, x, weight, act=act, scratch=scratch, lora=lora)  # type: ignore[misc]
+            return
+        gate, up = halves
+        rows, xs = self._input("mlp_up", x, weight, lora)
+        to = _outputs("mlp_up", out, (rows, gate.n))
+        q = isinstance(out, QTensor)
+        panels = -(-gate.n // PANEL_ROWS)
+        across, down, tiles = tile_shape(rows, panels, gate.panel_bytes + up.panel_bytes, 2 if q else 1)
+        biases = (None, None) if weight.bias is None else (weight.bias[: gate.n], weight.bias[gate.n :])
+        args = (to[0], *xs, gate.panels, up.panels, *biases, *to[1:], rows, gate.n, weight.k, _stride(out), gate.number, up.number,
+                _act(act), across, down)
+        name = "mlp_up_q" if isinstance(x, QTensor) else "mlp_up_f"
+        self.emit("mlp_up", self.kernel(name), tiles, args, (*_all(out), *_all(x), gate.panels, up.panels), act=act)
+
+    def head(self, logits: Any, x: Any, weight: Any, *, scale: float, cap: float | None) -> None:
+        """Project to logits; the factor is applied as they leave their registers."""
+        self._linear("head", logits, x, weight, None, float(scale), None)
+        if cap is not None:
+            self.softcap(logits, cap=cap)  # type: ignore[attr-defined]
+
+    # -- inside --
+
+    def _linear(self, op: str, out: Any, x: Any, weight: Any, residual: Any | None, factor: float, lora: Any | None) -> None:
+        segments = _mine(op, weight).segments
+        rows, xs = self._input(op, x, weight, lora)
+        check_shape(op, "out", (rows, weight.n), out.shape)
+        _floats(op, out=out)
+        name = self.kernel("linear_q" if isinstance(x, QTensor) else "linear_f")
+        for part in segments:
+            stop = part.start + part.n
+            whole = len(segments) == 1
+            to = out if whole else out[:, part.start : stop]
+            old = None if residual is None else to
+            bias = weight.bias if whole or weight.bias is None else weight.bias[part.start : stop]
+            across, down, tiles = tile_shape(rows, -(-part.n // PANEL_ROWS), part.panel_bytes)
+            args = (to, *xs, part.panels, bias, old, rows, part.n, weight.k, _stride(out), _stride(out), part.number, across, down,
+                    factor)
+            params = {} if factor == 1.0 else {"scale": factor}
+            self.emit(op, name, tiles, args, (to, *_all(x), part.panels), **params)
+
+    def _input(self, op: str, x: Any, weight: CpuWeight, lora: Any | None) -> tuple[int, tuple[Any, Any, Any]]:
+        """Check the rows of a product; return their number and arguments 1 to 3 of the kernel."""
+        check_shape(op, "x", (None, weight.k), x.shape)
+        if lora is not None:
+            raise UnsupportedError(f"{op}: expected no adapter, got one; this backend has none", code="unsupported.lora")
+        if not isinstance(x, QTensor):
+            _floats(op, x=x)
+            return int(x.shape[0]), (x, _stride(x), 0)
+        if not weight.takes_q:
+            raise DeviceError(f"{op}: expected block formats for a QTensor, got {weight.formats}; pass floats", code="op.dtype")
+        _q(op, x, x.shape)
+        return int(x.shape[0]), (x.data, x.scales, x.sums)
+
+
+def _mine(op: str, weight: Any) -> CpuWeight:
+    if not isinstance(weight, CpuWeight):
+        raise DeviceError(f"{op}: expected a weight packed by this backend, got {type(weight).__name__}; call backend.pack",
+                          code="op.dtype")
+    return weight
+
+
+def _floats(op: str, **arrays: Any) -> None:
+    for what, array in arrays.items():
+        if isinstance(array, QTensor) or array.dtype != "float32":
+            got = "a QTensor" if isinstance(array, QTensor) else array.dtype
+            raise DeviceError(f"{op}: expected {what} as float32, got {got}; this is a bug in the caller", code="op.dtype")
+
+
+def _q(op: str, q: QTensor, shape: tuple[int, ...]) -> None:
+    """Check the three arrays of a QTensor: contiguous, of the shapes that belong to (T, K)."""
+    rows, k = shape
+    if k % 32:
+        raise DeviceError(f"{op}: expected a QTensor of rows of whole 32 blocks, got {k} inputs; pass floats", code="op.shape")
+    for what, array, width, dtype in (("data", q.data, k, "int8"), ("scales", q.scales, k // 32, "float32"),
+                                      ("sums", q.sums, k // 16, "int16")):
+        check_shape(op, what, (rows, width), array.shape)
+        if array.dtype != dtype:
+            raise DeviceError(f"{op}: expected {what} as {dtype}, got {array.dtype}; this is a bug in the caller", code="op.dtype")
+        if rows > 1 and array.strides[0] != width * array.dtype.itemsize:
+            raise DeviceError(f"{op}: expected {what} without gaps between rows, got strides {array.strides}; this is a bug in the "
+                              "caller", code="op.layout")
+
+
+def _outputs(op: str, out: Any, shape: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Check a float or quantized destination; return (floats or None, data, scales, sums)."""
+    check_shape(op, "out", shape, out.shape)
+    if isinstance(out, QTensor):
+        _q(op, out, shape)
+        return None, out.data, out.scales, out.sums
+    _floats(op, out=out)
+    return out, None, None, None
+
+
+def _all(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, QTensor) else (x,)
+
+
+def _stride(x: Any) -> int:
+    """Return the elements between rows (0 for a QTensor, whose rows lie close)."""
+    return 0 if isinstance(x, QTensor) else int(x.strides[0]) // int(x.dtype.itemsize)
+
+
+def _act(act: str) -> int:
+    if act not in ACTIVATIONS:
+        raise UnsupportedError(f"act: expected one of {', '.join(ACTIVATIONS)}, got {act!r}; this model needs another version",
+                               code="unsupported.activation")
+    return ACTIVATIONS.index(act)
+
+
+def _row_tiles(rows: int, width: int) -> int:
+    """Return tiles of about 8192 numbers, at least one row each."""
+    return max(1, min(rows, rows * width // 8192))
+
+
+__all__ = ["LinearOps", "Segment", "tile_shape"]
