@@ -200,7 +200,10 @@ def dense_weight_map(
     fused: qkv and gate_up stand fused in the checkpoint (Phi-3). interleaved: GGUF files hold the rows of q and k with
     the halves of each head interleaved (Llama). plus_one: GGUF files hold 1 + w for norms (Gemma).
     """
+    # The largest first: while one is packed, its pages stand beside what is packed already.
     matrices: list[Matrix] = [Matrix("embed", spec.hidden, (Part(Rows("embed_tokens.weight", 0, spec.vocab, spec.vocab)),))]
+    if not spec.tied:
+        matrices.append(Matrix("head", spec.hidden, (Part(Rows("lm_head.weight", 0, spec.vocab, spec.vocab), shard="vocab"),)))
     vectors: list[Vector] = []
     add = -1.0 if plus_one else 0.0
     for i, layer in enumerate(spec.layers):
@@ -224,8 +227,6 @@ def dense_weight_map(
     skipped = (*IGNORED, *ignored)
     if spec.tied:
         skipped = (*skipped, "*lm_head.weight")  # a copy of the embedding, where it is stored at all
-    else:
-        matrices.append(Matrix("head", spec.hidden, (Part(Rows("lm_head.weight", 0, spec.vocab, spec.vocab), shard="vocab"),)))
     return WeightMap(tuple(matrices), tuple(vectors), skipped, spec.tied)
 
 
