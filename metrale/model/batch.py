@@ -42,10 +42,10 @@ class DecodeBatch:
             ticket = self._launch(seqs)
             ids = core.results.read(ticket)
             results = tuple(token_result(core, seq, ids[row], ticket, row) for row, seq in enumerate(seqs))
-        core.patches.read_until(ticket.patches)
-        for seq, result in zip(seqs, results, strict=True):
-            seq.tokens.append(result.token)
-            seq.in_flight -= 1
+            core.patches.read_until(ticket.patches)
+            for seq, result in zip(seqs, results, strict=True):
+                seq.tokens.append(result.token)
+                seq.in_flight -= 1
         return results
 
     def _members(self, seq_ids: Items[int]) -> list[Sequence]:

@@ -45,10 +45,9 @@ class PrefillChunks:
                 found = prompt_logprobs(core, seq, chunk.start, chunk.stop, hidden)
             if last:
                 result = self._finish(seq, batch, hidden)
+                seq.tokens.append(result.token)
+                seq.prefilled = True
             seq.launched = chunk.stop
-        if result is not None:
-            seq.tokens.append(result.token)
-            seq.prefilled = True
         core.counters.prefill_chunks += 1
         if found:
             self._prompt_logprobs.setdefault(seq.seq_id, []).extend(found)

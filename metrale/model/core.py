@@ -16,7 +16,6 @@ from metrale.config.engine import EngineConfig
 from metrale.config.spec import ModelSpec
 from metrale.errors import RequestError
 from metrale.log import get_logger
-from metrale.model.argmax import ResultReader
 from metrale.model.gate import Gate
 from metrale.model.graphs import GraphCache
 from metrale.model.net import Net
@@ -25,7 +24,7 @@ from metrale.model.room import Room
 from metrale.model.row_words import RowWords
 from metrale.model.sequence import RowPool, Sequence
 from metrale.model.sizing import plan_cache
-from metrale.model.staging import ChunkStaging, PatchStaging
+from metrale.model.staging import PinnedMetaStaging
 from metrale.weights.loader import Weights
 
 log = get_logger(__name__)
@@ -101,7 +100,7 @@ class Core:
 
     def _allocate_state(self) -> None:
         """Allocate the row state, its rings, and what stages them."""
-        backend, limits, depth = self.backend, self.limits, self.config.result_depth + 2
+        backend, limits = self.backend, self.limits
         blocks = -(-limits.context_tokens // BLOCK_TOKENS)
         self.layout = RowLayout(limits.rows, blocks, limits.context_tokens, len(self.cache.groups))
         self.state = RowState(self._guarded("row state", self.layout.words, "i32"), self.layout)
@@ -111,9 +110,8 @@ class Core:
             [self.arrays[self.cache.array_of(i)] for i in layers], [self.state.table(self.cache.group_of(i)) for i in layers]
         )
         self.rows = RowPool(limits.rows)
-        self.patches = PatchStaging(backend, depth)
-        self.results = ResultReader(backend, depth, limits.rows)
-        self.chunks = ChunkStaging(backend, depth, limits.chunk_tokens)
+        self.staging = PinnedMetaStaging(backend, self.config.result_depth, limits.rows, limits.chunk_tokens)
+        self.patches, self.chunks, self.results = self.staging.patches, self.staging.chunks, self.staging.results
         self.words = RowWords(backend, self.state, self.patches)
         self.room = Room(backend, self.cache, self.pool, self.arrays, poison=self.diagnosis.poison)
 
@@ -162,17 +160,18 @@ class Core:
     def step(self, seqs: Iterable[Sequence]) -> Iterator[None]:
         """Run a step's device work; whatever is raised inside makes the device's copy of the host's state suspect.
 
-        The sequences' lengths go back to what they were. Nothing on the device is touched then: `recover` does it at the
-        start of the next step.
+        The sequences' tokens and lengths go back to what they were, also when Ctrl-C comes between two lines of bookkeeping.
+        Nothing on the device is touched then: `recover` does it at the start of the next step.
         """
-        before = [(seq, seq.launched, seq.in_flight) for seq in seqs]
+        before = [(seq, len(seq.tokens), seq.launched, seq.in_flight, seq.prefilled) for seq in seqs]
         try:
             yield
         except BaseException:
             self.invalidate()
             self.counters.failed_steps += 1
-            for seq, launched, in_flight in before:
-                seq.launched, seq.in_flight = launched, in_flight
+            for seq, tokens, launched, in_flight, prefilled in before:
+                del seq.tokens[tokens:]
+                seq.launched, seq.in_flight, seq.prefilled = launched, in_flight, prefilled
             raise
 
     def invalidate(self) -> None:
@@ -189,9 +188,7 @@ class Core:
         stream = self.backend.stream
         stream.abort_capture()
         stream.synchronize()
-        self.patches.reset()
-        self.results.reset()
-        self.chunks.reset()
+        self.staging.reset()
         self.words.forget_order()
         self.backend.upload(self.counts, np.zeros(tuple(self.counts.shape), np.int32))
         for seq in self.sequences.values():

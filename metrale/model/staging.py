@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from metrale.backends.base import Backend, Event, Ops, PatchRing, RowBatch, RowState
+from metrale.model.argmax import ResultReader
 
 PATCH_WORDS = 4096  # pairs an entry; a row with every bias entry and 32 Ki tokens of context needs 3,100
 
@@ -122,3 +123,23 @@ class ChunkStaging:
     def reset(self) -> None:
         """Forget the events; the device is idle when this is called."""
         self._events = [None] * len(self._events)
+
+
+class PinnedMetaStaging:
+    """All pinned memory of a model: the patch ring, the chunk slots, and the result ring.
+
+    Zeroed at birth, held by the backend until it closes, so that it outlives every copy that reads it. Each ring has
+    `depth` + 2 entries: `depth` results may be outstanding while one entry is written and one is read.
+    """
+
+    def __init__(self, backend: Backend, depth: int, rows: int, chunk_tokens: int) -> None:
+        """Allocate the rings for `depth` outstanding steps of `rows` rows and chunks of `chunk_tokens` tokens."""
+        self.patches = PatchStaging(backend, depth + 2)
+        self.chunks = ChunkStaging(backend, depth + 2, chunk_tokens)
+        self.results = ResultReader(backend, depth + 2, rows)
+
+    def reset(self) -> None:
+        """Make rings and cursors agree with the host again, after a failure; the device is idle when this is called."""
+        self.patches.reset()
+        self.chunks.reset()
+        self.results.reset()
