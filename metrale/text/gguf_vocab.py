@@ -131,10 +131,10 @@ def _byte_level(keys: Keys, tokens: list[str], ids: dict[str, int], kinds: dict[
 
 def _merges(keys: Keys) -> list[tuple[str, str]]:
     """Return the pairs of ``merges``; byte-level tokens contain no space, so one split serves all lines at once."""
-    lines = keys.texts("merges")
-    words = " ".join(lines).split(" ") if lines else []
-    if len(words) != 2 * len(lines):
-        raise keys.error("merges", "two tokens and a space a line", f"{len(words)} words in {len(lines)} lines")
+    text, lines = keys.spaced("merges")
+    words = text.split(" ") if lines else []
+    if len(words) != 2 * lines:
+        raise keys.error("merges", "two tokens and a space a line", f"{len(words)} words in {lines} lines")
     return list(zip(words[::2], words[1::2], strict=True))
 
 

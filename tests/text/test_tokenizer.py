@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metrale.errors import ConfigError, RequestError, UnsupportedError
+from metrale.formats.gguf import open_gguf
 from metrale.text.tokenizer import Tokenizer
 from tests.text.corpus import corpus
-from tests.text.vocabularies import sentencepiece_metadata, small_bpe, train_sentencepiece
+from tests.text.vocabularies import sentencepiece_metadata, small_bpe, train_sentencepiece, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,20 @@ def test_bad_metadata(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         Tokenizer.from_gguf(changed(**keys))
     assert caught.value.code == "tokenizer.gguf"
+
+
+def test_metadata_as_the_reader_gives_it(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "v.gguf", small_bpe("qwen2"))
+    with open_gguf(path) as checkpoint:
+        read = Tokenizer.from_gguf(checkpoint.metadata)
+    built = Tokenizer.from_gguf(small_bpe("qwen2"))
+    assert [read.encode(text) for text in corpus()] == [built.encode(text) for text in corpus()]
+    # A merge that is not UTF-8: "Ġ" is two bytes in the file, one of them is overwritten.
+    data = path.read_bytes()
+    at = data.index("Ġ".encode(), data.index(b"tokenizer.ggml.merges"))
+    path.write_bytes(data[: at + 1] + b"(" + data[at + 2 :])
+    with open_gguf(path) as checkpoint, pytest.raises(ConfigError, match="merges: expected UTF-8 text"):
+        Tokenizer.from_gguf(checkpoint.metadata)
 
 
 @pytest.mark.parametrize("model", ["bert", "t5", "rwkv", "plamo2", "none", ""])
