@@ -1,0 +1,7 @@
+#include "simd_avx2.h"
+
+#include "abi.h"
+#include "activation.inc"
+#include "attention.h"
+#include "attention.inc"
+#include "kv.inc"
