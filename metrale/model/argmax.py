@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from metrale._ext.argmax import RingReader
 from metrale.backends.base import MAX_TOP_LOGPROBS, Backend, ResultRing
 from metrale.errors import DeviceError
 from metrale.model.plan import OUT_OF_ROOM
@@ -31,6 +32,7 @@ class ResultReader:
         self._backend = backend
         self._header = backend.alloc_pinned((depth, 4), "i32")
         self._ids = backend.alloc_pinned((depth, rows), "i32")
+        self._reader = RingReader(self._header, self._ids)
         self._logprob = backend.alloc_pinned((depth, rows), "f32")
         self._top_ids = backend.alloc_pinned((depth, rows, MAX_TOP_LOGPROBS), "i32")
         self._top_logprobs = backend.alloc_pinned((depth, rows, MAX_TOP_LOGPROBS), "f32")
@@ -59,21 +61,14 @@ class ResultReader:
         Raises: DeviceError after a fault, when the stream ends without the result (``result.missing``), or when a row had
         no room (``row.room``).
         """
-        header = self._header[ticket.number % self._depth]
-        if int(header[0]) != ticket.number:
-            self._backend.stream.synchronize()
-        number, rows, flags, _ = header.tolist()
-        if number != ticket.number or rows < ticket.rows:
-            raise DeviceError(
-                f"result ring: expected result {ticket.number} of {ticket.rows} rows, got {number} of {rows}; the step "
-                "did not run to its end",
-                code="result.missing",
-            )
+        if not self._reader.ready(ticket.number):
+            # The end of the queue is at or after the end of the step: past it the result is there or will never be.
+            self._reader.wait(ticket.number, self._backend.stream.record().query)
+        ids, flags = self._reader.read(ticket.number, ticket.rows)
         if flags & OUT_OF_ROOM:
             raise DeviceError(
                 "step: expected a K/V block for every row, got a row without room; this is a bug", code="row.room"
             )
-        ids: list[int] = self._ids[ticket.number % self._depth, : ticket.rows].tolist()
         return ids
 
     def logprobs(self, ticket: Ticket, row: int, k: int) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -68,8 +68,7 @@ class DecodeBatch:
         logprobs = any(seq.sampling.logprobs is not None for seq in seqs)
         key = decode_key(len(seqs), self._ladder, core.limits.rows, logprobs=logprobs)
         core.words.stage_order([seq.row for seq in seqs], key.rung)
-        if core.patches.pending:
-            core.patches.seal(core.ops, core.state)
+        core.patches.seal(core.ops)
         self.run_step(key)
         core.patches.accepted()
         core.sampled_rows = len(seqs)

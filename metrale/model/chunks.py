@@ -86,7 +86,7 @@ class PrefillChunks:
         ops = core.ops
         core.room.prepare_fresh()
         core.words.stage(seq)
-        core.patches.apply(ops, core.state)
+        core.patches.apply(ops)
         core.words.accepted(seq)
         batch = core.chunks.stage(seq.tokens[chunk.start : chunk.stop], seq.row, chunk.start)
         ops.rows_prefill(batch, core.state)

@@ -110,7 +110,7 @@ class Core:
             [self.arrays[self.cache.array_of(i)] for i in layers], [self.state.table(self.cache.group_of(i)) for i in layers]
         )
         self.rows = RowPool(limits.rows)
-        self.staging = PinnedMetaStaging(backend, self.config.result_depth, limits.rows, limits.chunk_tokens)
+        self.staging = PinnedMetaStaging(backend, self.config.result_depth, self.state, limits.chunk_tokens)
         self.patches, self.chunks, self.results = self.staging.patches, self.staging.chunks, self.staging.results
         self.words = RowWords(backend, self.state, self.patches)
         self.room = Room(backend, self.cache, self.pool, self.arrays, poison=self.diagnosis.poison)

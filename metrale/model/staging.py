@@ -6,10 +6,10 @@ has ended. In the steady state of decoding nothing is staged at all: the entry's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
+from metrale._ext.staging import PatchWriter, RowPacker
 from metrale.backends.base import Backend, Event, Ops, PatchRing, RowBatch, RowState
 from metrale.model.argmax import ResultReader
 
@@ -17,53 +17,60 @@ PATCH_WORDS = 4096  # pairs an entry; a row with every bias entry and 32 Ki toke
 
 
 class PatchStaging:
-    """Collect (offset, value) pairs and put them where the next `rows_patch` reads them.
+    """Collect words and put them where the next `rows_patch` reads them.
 
     `queued` counts the `rows_patch` ops the device has accepted; the entry it reads next is ``queued % depth``.
     """
 
-    def __init__(self, backend: Backend, depth: int, capacity: int = PATCH_WORDS) -> None:
-        """Allocate the ring."""
+    def __init__(self, backend: Backend, depth: int, state: RowState) -> None:
+        """Allocate the ring that patches `state`."""
         self._backend = backend
-        self._entries = backend.alloc_pinned((depth, 2 + 2 * capacity), "i32")
-        self.ring = PatchRing(backend.device_view(self._entries), backend.alloc((1,), "i32", zero=True))
-        self._depth = depth
-        self._capacity = capacity
-        self._pending: list[int] = []
+        self._state = state
+        entries = backend.alloc_pinned((depth, 2 + 2 * PATCH_WORDS), "i32")
+        self.ring = PatchRing(backend.device_view(entries), backend.alloc((1,), "i32", zero=True))
+        self._writer = PatchWriter(entries, state.layout.words)
+        self._pending: list[tuple[int, Sequence[int]]] = []
         self.queued = 0
         self._read = 0
 
     def put(self, offset: int, value: int) -> None:
         """Stage one word."""
-        self._pending += (offset, value)
+        self._pending.append((offset, (value,)))
 
-    def put_words(self, offset: int, values: Iterable[int]) -> None:
+    def put_words(self, offset: int, values: Sequence[int]) -> None:
         """Stage consecutive words."""
-        for i, value in enumerate(values):
-            self._pending += (offset + i, value)
+        if values:
+            self._pending.append((offset, values))
 
     @property
     def pending(self) -> bool:
         """Say whether anything is staged that no entry holds yet."""
         return bool(self._pending)
 
-    def seal(self, ops: Ops, state: RowState) -> None:
+    def seal(self, ops: Ops) -> None:
         """Write what is staged into the entry the coming `rows_patch` reads; what overflows one entry is patched at once."""
-        pairs, self._pending = self._pending, []
-        room = 2 * self._capacity
-        while len(pairs) > room:
-            self._write(pairs[:room])
-            ops.rows_patch(state, self.ring)
-            self.accepted()
-            pairs = pairs[room:]
-        if pairs:
-            self._write(pairs)
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        self._begin()
+        for offset, values in pending:
+            at = 0
+            while len(values) - at > self._writer.room:
+                fits = self._writer.room
+                self._writer.put_words(offset + at, values[at : at + fits])
+                at += fits
+                self._writer.commit()
+                ops.rows_patch(self._state, self.ring)
+                self.accepted()
+                self._begin()
+            self._writer.put_words(offset + at, values[at:])
+        self._writer.commit()
 
-    def apply(self, ops: Ops, state: RowState) -> None:
+    def apply(self, ops: Ops) -> None:
         """Seal and queue one `rows_patch`, if anything is staged."""
         if self._pending:
-            self.seal(ops, state)
-            ops.rows_patch(state, self.ring)
+            self.seal(ops)
+            ops.rows_patch(self._state, self.ring)
             self.accepted()
 
     def accepted(self) -> None:
@@ -77,17 +84,15 @@ class PatchStaging:
     def reset(self) -> None:
         """Forget what is staged and make entries and cursor agree with the host; the device is idle when this is called."""
         self._pending.clear()
-        self._entries[:, 0] = 0
+        self._writer.reset()
         self._read = self.queued
-        self._backend.upload(self.ring.cursor, np.array([self.queued], np.int32))
+        self._backend.upload(self.ring.cursor, _word(self.queued))
 
-    def _write(self, pairs: Sequence[int]) -> None:
-        if self.queued - self._read >= self._depth:
+    def _begin(self) -> None:
+        if self.queued - self._read >= self._writer.depth:
             self._backend.stream.synchronize()
             self._read = self.queued
-        entry = self._entries[self.queued % self._depth]
-        entry[2 : 2 + len(pairs)] = pairs
-        entry[0] = len(pairs) // 2
+        self._writer.begin(self.queued, self._read)
 
 
 class ChunkStaging:
@@ -97,6 +102,7 @@ class ChunkStaging:
         """Allocate `depth` pinned slots and the device's arrays for chunks of at most `tokens` tokens."""
         self._backend = backend
         self._pinned = backend.alloc_pinned((depth, 4 * tokens), "i32")
+        self._packers = [RowPacker(words) for words in self._pinned]
         self._device = backend.alloc((4 * tokens,), "i32", zero=True)
         self._events: list[Event | None] = [None] * depth
         self._slot = 0
@@ -107,12 +113,11 @@ class ChunkStaging:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        words = self._pinned[slot, : 4 * count]
-        arrays = words.reshape(4, count)
-        arrays[0] = ids
-        arrays[1] = row
-        arrays[2] = arrays[3] = np.arange(start, start + count, dtype=np.int32)
-        self._backend.upload(self._device[: 4 * count], words)
+        packer = self._packers[slot]
+        packer.begin(count)
+        packer.add(ids, row, start)
+        packer.finish()
+        self._backend.upload(self._device[: 4 * count], self._pinned[slot, : 4 * count])
         return RowBatch(*(self._device[i * count : (i + 1) * count] for i in range(4)))
 
     def accepted(self) -> None:
@@ -132,14 +137,21 @@ class PinnedMetaStaging:
     `depth` + 2 entries: `depth` results may be outstanding while one entry is written and one is read.
     """
 
-    def __init__(self, backend: Backend, depth: int, rows: int, chunk_tokens: int) -> None:
-        """Allocate the rings for `depth` outstanding steps of `rows` rows and chunks of `chunk_tokens` tokens."""
-        self.patches = PatchStaging(backend, depth + 2)
+    def __init__(self, backend: Backend, depth: int, state: RowState, chunk_tokens: int) -> None:
+        """Allocate the rings for `depth` outstanding steps over `state` and chunks of `chunk_tokens` tokens."""
+        self.patches = PatchStaging(backend, depth + 2, state)
         self.chunks = ChunkStaging(backend, depth + 2, chunk_tokens)
-        self.results = ResultReader(backend, depth + 2, rows)
+        self.results = ResultReader(backend, depth + 2, state.layout.rows)
 
     def reset(self) -> None:
         """Make rings and cursors agree with the host again, after a failure; the device is idle when this is called."""
         self.patches.reset()
         self.chunks.reset()
         self.results.reset()
+
+
+def _word(value: int) -> Any:
+    """Return one int32 word as a host array."""
+    import numpy as np
+
+    return np.array([value], np.int32)
