@@ -54,5 +54,7 @@ def run(model: DenseModel, backend: Backend, ids: Sequence[int], chunk: int | No
     return np.concatenate(out)
 
 
-def logits(path: Path, backend: Backend, ids: Sequence[int], *, max_context: int | None = None, chunk: int | None = None) -> np.ndarray:
+def logits(
+    path: Path, backend: Backend, ids: Sequence[int], *, max_context: int | None = None, chunk: int | None = None
+) -> np.ndarray:
     return run(load(path, backend, max_context), backend, ids, chunk)

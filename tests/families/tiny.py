@@ -14,18 +14,34 @@ import numpy as np
 
 PROMPT = 53
 BASE = {
-    "vocab_size": 101, "hidden_size": 36, "intermediate_size": 59, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 96, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 101,
+    "hidden_size": 36,
+    "intermediate_size": 59,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "pad_token_id": 0,
-}  # fmt: skip
+    "rms_norm_eps": 0.004,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 5000.0}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32, "rope_theta": 7000.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 7000.0,
+}
 LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 7.0], "rope_theta": 9000.0,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.2, 2.5, 7.0],
+    "rope_theta": 9000.0,
+}
 
 
 @dataclass(frozen=True)
@@ -48,33 +64,68 @@ CASES = (
     Case("llama-llama3", "Llama", {"rope_parameters": LLAMA3}),
     Case("llama-linear", "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}),
     Case("llama-yarn", "Llama", {"rope_parameters": YARN}),
-    Case("llama-dynamic-within", "Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, 60),
-    Case("llama-dynamic-beyond", "Llama",
-         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "max_position_embeddings": 40}, PROMPT),
+    Case(
+        "llama-dynamic-within", "Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, 60
+    ),
+    Case(
+        "llama-dynamic-beyond",
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, "max_position_embeddings": 40},
+        PROMPT,
+    ),
     Case("mistral", "Mistral", {"sliding_window": None}),
     Case("mistral-window", "Mistral", {"sliding_window": 11, "tie_word_embeddings": True}),
     Case("qwen2", "Qwen2"),
     Case("qwen2-windows-tied", "Qwen2", {**_qwen_windows(1), "tie_word_embeddings": True}),
     Case("qwen3", "Qwen3"),
     Case("qwen3-bias-yarn-windows", "Qwen3", {**_qwen_windows(2), "attention_bias": True, "rope_parameters": YARN}),
-    Case("gemma2", "Gemma2", {"sliding_window": 17, "query_pre_attn_scalar": 23, "attn_logit_softcapping": 3.0,
-                              "final_logit_softcapping": 2.0}),
-    Case("gemma2-untied-no-caps", "Gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 10, "attn_logit_softcapping": None,
-                                            "final_logit_softcapping": None, "tie_word_embeddings": False}),
-    Case("gemma3", "Gemma3", {"sliding_window": 15, "query_pre_attn_scalar": 19, "sliding_window_pattern": 2,
-                              "num_hidden_layers": 5}),
-    Case("gemma3-linear", "Gemma3", {
-        "sliding_window": 8, "query_pre_attn_scalar": 31, "num_hidden_layers": 7, "final_logit_softcapping": 4.0,
-        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900000.0},
-                            "sliding_attention": {"rope_type": "default", "rope_theta": 8000.0}}}),
+    Case(
+        "gemma2",
+        "Gemma2",
+        {"sliding_window": 17, "query_pre_attn_scalar": 23, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    ),
+    Case(
+        "gemma2-untied-no-caps",
+        "Gemma2",
+        {
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Case(
+        "gemma3",
+        "Gemma3",
+        {"sliding_window": 15, "query_pre_attn_scalar": 19, "sliding_window_pattern": 2, "num_hidden_layers": 5},
+    ),
+    Case(
+        "gemma3-linear",
+        "Gemma3",
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 31,
+            "num_hidden_layers": 7,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 8000.0},
+            },
+        },
+    ),
     Case("phi3", "Phi3"),
     Case("phi3-window", "Phi3", {"sliding_window": 21}),
     Case("phi3-short", "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, 64),
     Case("phi3-long", "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
-    Case("phi3-partial", "Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.67}}),
+    Case(
+        "phi3-partial",
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.67}},
+    ),
     Case("olmo2", "Olmo2"),
     Case("olmo2-tied-bias", "Olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
-)  # fmt: skip
+)
 
 
 def config_of(case: Case) -> Any:

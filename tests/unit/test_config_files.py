@@ -26,7 +26,14 @@ def test_end_ids_are_joined_and_the_generation_config_wins(tmp_path: Path) -> No
     generation = {"eos_token_id": [5, 9], "temperature": 0.6, "top_k": 20, "do_sample": True, "pad_token_id": [3, 4]}
     found = load_config(write(tmp_path, config, generation)).generation
     assert found.eos_ids == (5, 7, 9)
-    assert (found.bos_id, found.pad_id, found.temperature, found.top_k, found.top_p, found.do_sample) == (1, 3, 0.6, 20, None, True)
+    assert (found.bos_id, found.pad_id, found.temperature, found.top_k, found.top_p, found.do_sample) == (
+        1,
+        3,
+        0.6,
+        20,
+        None,
+        True,
+    )
 
 
 def test_no_end_id_is_no_error(tmp_path: Path) -> None:
@@ -37,10 +44,15 @@ def test_no_end_id_is_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "generation", "code"),
     [
-        ("{", None, "config.json"), ("[1]", None, "config.json"), ("\udcff", None, "config.json"), ("[" * 100_000, None, "config.json"),
-        ({"eos_token_id": "5"}, None, "config.type"), ({}, {"temperature": "hot"}, "config.type"), ({}, {"top_k": 1.5}, "config.type"),
+        ("{", None, "config.json"),
+        ("[1]", None, "config.json"),
+        ("\udcff", None, "config.json"),
+        ("[" * 100_000, None, "config.json"),
+        ({"eos_token_id": "5"}, None, "config.type"),
+        ({}, {"temperature": "hot"}, "config.type"),
+        ({}, {"top_k": 1.5}, "config.type"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files_are_refused(config: Any, generation: Any, code: str, tmp_path: Path) -> None:
     if config == "\udcff":
         (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
@@ -101,7 +113,16 @@ def test_gguf_sizes_and_end_ids() -> None:
     assert config.generation.bos_id == 1
     s = spec("llama")
     a = s.layers[0].attention
-    assert (s.family, s.vocab, s.hidden, a.heads, a.kv_heads, a.head_dim, s.tied, s.max_context) == ("llama", 98, 48, 6, 2, 8, False, 640)
+    assert (s.family, s.vocab, s.hidden, a.heads, a.kv_heads, a.head_dim, s.tied, s.max_context) == (
+        "llama",
+        98,
+        48,
+        6,
+        2,
+        8,
+        False,
+        640,
+    )
     assert spec("llama", {"token_embd.weight": Stored(98, 48)}).tied
     assert spec("qwen3", **{"attention.key_length": 20, "attention.value_length": 20}).layers[0].attention.head_dim == 20
 
@@ -124,8 +145,12 @@ def test_gguf_sliding_llama_is_mistral() -> None:
 
 
 def test_gguf_rope_scaling() -> None:
-    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 160,
-               "rope.scaling.yarn_beta_fast": 16.0}  # fmt: skip
+    scaling = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 160,
+        "rope.scaling.yarn_beta_fast": 16.0,
+    }
     rope = spec("qwen2", **scaling).layers[0].attention.rope
     assert (rope.kind, rope.factor, rope.original, rope.beta_fast, rope.beta_slow) == ("yarn", 4.0, 160, 16.0, 1.0)
     rope = spec("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}).layers[0].attention.rope

@@ -44,8 +44,21 @@ def test_children_report_their_unread_keys_and_refuse_other_types() -> None:
     assert code(error) == "config.type"
 
 
-@pytest.mark.parametrize(("method", "value"), [("int", "8"), ("int", 8.5), ("int", True), ("int", float("nan")), ("float", "x"), ("float", False),
-                                               ("bool", 1), ("str", 1), ("float", {"__float__": 3}), ("float", [1.0])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [
+        ("int", "8"),
+        ("int", 8.5),
+        ("int", True),
+        ("int", float("nan")),
+        ("float", "x"),
+        ("float", False),
+        ("bool", 1),
+        ("str", 1),
+        ("float", {"__float__": 3}),
+        ("float", [1.0]),
+    ],
+)
 def test_wrong_types_are_named(method: str, value) -> None:
     with pytest.raises(ConfigError, match=r"config.json: key: expected .*, got ") as error:
         getattr(reader(key=value), method)("key")

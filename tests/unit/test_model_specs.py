@@ -40,7 +40,7 @@ KNOWN = {
     "Phi-3-mini-128k-instruct": ("phi3", 32064, 3072, 32, 32, 32, 96, 8192, False, 131072),
     "OLMo-2-0425-1B": ("olmo2", 100352, 2048, 16, 16, 16, 128, 8192, False, 4096),
     "OLMo-2-1124-7B": ("olmo2", 100352, 4096, 32, 32, 32, 128, 11008, False, 4096),
-}  # fmt: skip
+}
 
 
 def test_every_fixture_is_known() -> None:
@@ -52,7 +52,18 @@ def test_sizes_and_no_unread_key(name: str) -> None:
     found = resolve(load(name), "config.json")
     s = found.spec
     a = s.layers[0].attention
-    got = (s.family, s.vocab, s.hidden, len(s.layers), a.heads, a.kv_heads, a.head_dim, s.layers[0].mlp.size, s.tied, s.max_context)
+    got = (
+        s.family,
+        s.vocab,
+        s.hidden,
+        len(s.layers),
+        a.heads,
+        a.kv_heads,
+        a.head_dim,
+        s.layers[0].mlp.size,
+        s.tied,
+        s.max_context,
+    )
     assert got == KNOWN[name]
     assert found.unread == ()
 
@@ -60,11 +71,21 @@ def test_sizes_and_no_unread_key(name: str) -> None:
 # Elements of all tensors, norms and biases included, as published or counted in the reference classes.
 @pytest.mark.parametrize(
     ("name", "elements"),
-    [("Llama-3.2-1B", 1_235_814_400), ("SmolLM2-135M-Instruct", 134_515_008), ("Mistral-7B-v0.3", 7_248_023_552),
-     ("Qwen2.5-0.5B-Instruct", 494_032_768), ("Qwen3-0.6B", 596_049_920), ("Qwen3-8B", 8_190_735_360), ("gemma-3-270m", 268_098_176),
-     ("gemma-3-1b-it", 999_885_952), ("gemma-3-4b-it", 3_880_263_168), ("Phi-3-mini-4k-instruct", 3_821_079_552),
-     ("OLMo-2-1124-7B", 7_298_617_344), ("OLMo-2-0425-1B", 1_484_916_736)],
-)  # fmt: skip
+    [
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("SmolLM2-135M-Instruct", 134_515_008),
+        ("Mistral-7B-v0.3", 7_248_023_552),
+        ("Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-8B", 8_190_735_360),
+        ("gemma-3-270m", 268_098_176),
+        ("gemma-3-1b-it", 999_885_952),
+        ("gemma-3-4b-it", 3_880_263_168),
+        ("Phi-3-mini-4k-instruct", 3_821_079_552),
+        ("OLMo-2-1124-7B", 7_298_617_344),
+        ("OLMo-2-0425-1B", 1_484_916_736),
+    ],
+)
 def test_weight_maps_cover_every_element(name: str, elements: int) -> None:
     weights = resolve(load(name), "config.json").weights
     total = sum(v.size for v in weights.vectors)
@@ -124,8 +145,14 @@ def test_longrope_keeps_the_outer_original_length() -> None:
     assert len(rope.short_factor) == len(rope.long_factor) == 48
 
 
-NEW_LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-              "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+NEW_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
 
 
 def test_old_and_new_rope_forms_read_alike() -> None:
@@ -142,8 +169,13 @@ def test_old_and_new_rope_forms_read_alike() -> None:
 
 
 def test_gemma3_nested_rope_parameters_read_alike() -> None:
-    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1000000}, "sliding_attention": {"rope_type": "default", "rope_theta": 10000}}
-    changed = load("gemma-3-1b-it", rope_parameters=nested, rope_theta="<absent>", rope_local_base_freq="<absent>", rope_scaling="<absent>")
+    nested = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    changed = load(
+        "gemma-3-1b-it", rope_parameters=nested, rope_theta="<absent>", rope_local_base_freq="<absent>", rope_scaling="<absent>"
+    )
     found = resolve(changed, "c")
     assert found.spec == spec("gemma-3-1b-it")
     assert found.unread == ()
@@ -192,8 +224,16 @@ def test_unsupported_values_are_refused_by_name(name: str, change: dict[str, Any
         ({"num_key_value_heads": 5}, "config.value", "num_key_value_heads"),
         ({"head_dim": None, "num_attention_heads": 24}, "config.value", "head_dim"),
         ({"rope_scaling": {"rope_type": "linear"}}, "config.missing", "factor"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2, "short_factor": [1.0], "long_factor": [1.0]}}, "config.value", "short_factor"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}}, "config.value", "high_freq"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2, "short_factor": [1.0], "long_factor": [1.0]}},
+            "config.value",
+            "short_factor",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "config.value",
+            "high_freq",
+        ),
         ({"rope_theta": 0}, "config.value", "rope_theta"),
         ({"layer_types": ["full_attention"]}, None, ""),
     ],

@@ -19,20 +19,70 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {  # parameters, max_positio
     "linear": ({"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, 4096, 4096),
     "dynamic-within": ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, 512, 512),
     "dynamic-beyond": ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, 512, 1500),
-    "llama3": ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 256, "rope_theta": 500000.0}, 4096, 4096),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "rope_theta": 500000.0,
+        },
+        4096,
+        4096,
+    ),
     "yarn": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}, 512, 512),
-    "yarn-options": ({"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "rope_theta": 150000.0,
-                      "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}, 1024, 1024),
-    "yarn-attention-factor": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0,
-                               "attention_factor": 1.7}, 512, 512),
-    "longrope-short": ({"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
-                        "short_factor": [1.0 + 0.1 * i for i in range(12)], "long_factor": [1.5 + 2.0 * i for i in range(12)],
-                        "factor": 4.0}, 512, 128),
-    "longrope-long": ({"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
-                       "short_factor": [1.0 + 0.1 * i for i in range(12)], "long_factor": [1.5 + 2.0 * i for i in range(12)],
-                       "factor": 4.0}, 512, 129),
-}  # fmt: skip
+    "yarn-options": (
+        {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 150000.0,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+            "mscale": 1.2,
+            "mscale_all_dim": 0.7,
+        },
+        1024,
+        1024,
+    ),
+    "yarn-attention-factor": (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 10000.0,
+            "attention_factor": 1.7,
+        },
+        512,
+        512,
+    ),
+    "longrope-short": (
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0 + 0.1 * i for i in range(12)],
+            "long_factor": [1.5 + 2.0 * i for i in range(12)],
+            "factor": 4.0,
+        },
+        512,
+        128,
+    ),
+    "longrope-long": (
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0 + 0.1 * i for i in range(12)],
+            "long_factor": [1.5 + 2.0 * i for i in range(12)],
+            "factor": 4.0,
+        },
+        512,
+        129,
+    ),
+}
 
 
 def read(parameters: dict[str, Any], most: int) -> RopeSpec:

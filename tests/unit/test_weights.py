@@ -20,12 +20,29 @@ from metrale.weights.loader import Weights, count_not_finite, load_weights
 from metrale.weights.preflight import Preflight, preflight
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 35, "hidden_size": 12, "intermediate_size": 22, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-    "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
-}  # fmt: skip
-SHAPES = {"self_attn.q_proj": (24, 12), "self_attn.k_proj": (12, 12), "self_attn.v_proj": (12, 12), "self_attn.o_proj": (12, 24),
-          "mlp.gate_proj": (22, 12), "mlp.up_proj": (22, 12), "mlp.down_proj": (12, 22)}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 35,
+    "hidden_size": 12,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+SHAPES = {
+    "self_attn.q_proj": (24, 12),
+    "self_attn.k_proj": (12, 12),
+    "self_attn.v_proj": (12, 12),
+    "self_attn.o_proj": (12, 24),
+    "mlp.gate_proj": (22, 12),
+    "mlp.up_proj": (22, 12),
+    "mlp.down_proj": (12, 22),
+}
 
 
 def tensors(prefix: str = "model.", dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -80,7 +97,11 @@ def test_layouts(prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "text"),
     [
-        ("model.layers.1.mlp.gate_proj.weight", (11, 12), r"expected shape \(22, 12\) from config.json, got \(11, 12\); the shard may be"),
+        (
+            "model.layers.1.mlp.gate_proj.weight",
+            (11, 12),
+            r"expected shape \(22, 12\) from config.json, got \(11, 12\); the shard may be",
+        ),
         ("model.layers.1.mlp.down_proj.weight", (22, 12), r"expected shape \(12, 22\).*different models"),
         ("model.layers.0.input_layernorm.weight", (13,), r"expected shape \(12,\)"),
         ("model.embed_tokens.weight", (36, 12), r"expected shape \(35, 12\)"),
@@ -139,7 +160,9 @@ def test_half_precision_is_kept_and_vectors_widen(tmp_path: Path) -> None:
     assert weights.matrices["layers.0.o"].formats == ("f16",)
     assert weights.embed_format == "f16"
     assert weights.vectors["layers.0.input_layernorm"].dtype == np.float32
-    np.testing.assert_array_equal(backend.unpack(weights.matrices["layers.0.o"]), found["model.layers.0.self_attn.o_proj.weight"])
+    np.testing.assert_array_equal(
+        backend.unpack(weights.matrices["layers.0.o"]), found["model.layers.0.self_attn.o_proj.weight"]
+    )
 
 
 class Rank(Comm):
@@ -148,8 +171,14 @@ class Rank(Comm):
 
 
 def test_ranks_get_their_rows_and_columns_of_each_part(tmp_path: Path) -> None:
-    found = {**tensors(), **{f"model.layers.{i}.self_attn.{p}_proj.bias": np.arange(n, dtype=np.float32) + 1
-                             for i in range(2) for p, n in (("q", 24), ("k", 12), ("v", 12), ("o", 12))}}  # fmt: skip
+    found = {
+        **tensors(),
+        **{
+            f"model.layers.{i}.self_attn.{p}_proj.bias": np.arange(n, dtype=np.float32) + 1
+            for i in range(2)
+            for p, n in (("q", 24), ("k", 12), ("v", 12), ("o", 12))
+        },
+    }
     folder = write(tmp_path, found, attention_bias=True)
     for rank in range(2):
         weights, backend = load(folder, Rank(rank, 2))
@@ -164,10 +193,14 @@ def test_ranks_get_their_rows_and_columns_of_each_part(tmp_path: Path) -> None:
         unpacked = {target: backend.unpack(weights.matrices[target]) for target in weights.matrices}
         np.testing.assert_array_equal(unpacked["layers.1.qkv"], np.concatenate([half(q), half(k), half(v)]))
         np.testing.assert_array_equal(unpacked["layers.1.gate_up"], np.concatenate([half(gate), half(up)]))
-        np.testing.assert_array_equal(unpacked["layers.1.down"], np.split(found[f"{name}mlp.down_proj.weight"], 2, axis=1)[rank])
+        np.testing.assert_array_equal(
+            unpacked["layers.1.down"], np.split(found[f"{name}mlp.down_proj.weight"], 2, axis=1)[rank]
+        )
         assert unpacked["embed"].shape == unpacked["head"].shape == (35, 12)  # 35 rows do not divide: whole copies
         bias = np.asarray(weights.matrices["layers.1.qkv"].bias)
-        np.testing.assert_array_equal(bias, np.concatenate([half(np.arange(24) + 1), half(np.arange(12) + 1), half(np.arange(12) + 1)]))
+        np.testing.assert_array_equal(
+            bias, np.concatenate([half(np.arange(24) + 1), half(np.arange(12) + 1), half(np.arange(12) + 1)])
+        )
         out = np.asarray(weights.matrices["layers.1.o"].bias)
         np.testing.assert_array_equal(out, (np.arange(12) + 1) * (rank == 0))
 
