@@ -125,8 +125,8 @@ cdef class Block:
             if posix_memalign(&self.data, ALIGNMENT, (nbytes + ALIGNMENT - 1) & -ALIGNMENT):
                 self.data = NULL
                 raise MemoryError
-            if zero:
-                memset(self.data, 0, nbytes)
+            # What nobody asked to be zero reads as NaN or -1, so that reading what nothing wrote shows.
+            memset(self.data, 0 if zero else 0xFF, nbytes)
             return 0
         slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
         if nbytes > (<Py_ssize_t>1 << 62):

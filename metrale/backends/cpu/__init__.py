@@ -1,0 +1,1 @@
+"""The CPU backend: C and Numba kernels, a thread team, programs that replay a captured step."""
