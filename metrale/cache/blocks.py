@@ -26,12 +26,13 @@ class PoolStats(NamedTuple):
 class BlockPool:
     """Hand out block numbers 1 .. blocks - 1.
 
-    A block just handed out is *fresh* until `mark_zeroed` says that the device has been asked to zero it; fresh blocks
-    must be zeroed before a step reads their table, so that no stray read meets another request's K/V.
+    A block handed out again is *fresh* until `mark_zeroed` says that the device has been asked to zero it; fresh blocks
+    must be zeroed before a step reads their table, so that no stray read meets another request's K/V. In its first life
+    a block is as the backend made it, zero, and need not be touched (which would also make its pages resident early).
     """
 
-    def __init__(self, blocks: int) -> None:
-        """Make a pool of `blocks` blocks, the dummy block included.
+    def __init__(self, blocks: int, *, born_zero: bool = True) -> None:
+        """Make a pool of `blocks` blocks, the dummy block included. born_zero False: blocks are fresh in their first life too.
 
         Raises: CapacityError (``capacity.blocks``) for fewer than two.
         """
@@ -45,6 +46,7 @@ class BlockPool:
         self._refs[DUMMY_BLOCK] = 1
         self._free = list(range(blocks - 1, 0, -1))
         self._fresh: dict[int, None] = {}
+        self._used = [not born_zero] * blocks
         self._peak = 0
 
     def alloc(self, count: int) -> list[int]:
@@ -61,7 +63,9 @@ class BlockPool:
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._refs[block] = 1
-            self._fresh[block] = None
+            if self._used[block]:
+                self._fresh[block] = None
+            self._used[block] = True
         self._peak = max(self._peak, len(self._refs) - 1 - len(self._free))
         return taken
 

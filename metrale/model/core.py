@@ -90,7 +90,7 @@ class Core:
 
     def _allocate_kv(self, blocks: int) -> None:
         """Allocate the pages; with guards, one block more than the pool knows of, which nothing may write."""
-        self.pool = BlockPool(blocks)
+        self.pool = BlockPool(blocks, born_zero=not self.diagnosis.poison)
         guard = 1 if self.diagnosis.guards else 0
         self.arrays: list[KVLayer] = [self.backend.alloc_kv(blocks + guard, heads, dim) for heads, dim in self.cache.arrays]
         if guard:

@@ -52,7 +52,7 @@ def test_a_second_free_is_refused_and_changes_nothing(block: int) -> None:
 
 
 def test_fresh_blocks_stay_listed_until_zeroed() -> None:
-    pool = BlockPool(6)
+    pool = BlockPool(6, born_zero=False)
     blocks = pool.alloc(3)
     pool.release(blocks[1])
     assert pool.fresh == (blocks[0], blocks[2])
@@ -60,6 +60,15 @@ def test_fresh_blocks_stay_listed_until_zeroed() -> None:
     assert not pool.has_fresh
     assert pool.alloc(1) == [blocks[1]]
     assert pool.fresh == (blocks[1],)
+
+
+def test_blocks_are_fresh_from_their_second_life_on() -> None:
+    pool = BlockPool(6)
+    blocks = pool.alloc(2)
+    assert pool.fresh == ()
+    pool.release(blocks[0])
+    assert pool.alloc(2) == [blocks[0], 3]
+    assert pool.fresh == (blocks[0],)
 
 
 @settings(max_examples=60, deadline=None)
