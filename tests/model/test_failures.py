@@ -250,3 +250,36 @@ def test_ctrl_c_in_a_step_costs_nothing(open_backend: OpenBackend, deferred: boo
         check_books(model, device)
     tiny.continue_(model, [2, 1], 5)
     check_text(model, want)
+
+
+def test_a_fault_while_the_device_runs_is_raised_and_undone(open_backend: OpenBackend) -> None:
+    device = open_backend(deferred=True)
+    model, want = opened(device)
+
+    class LateFault(Fault):
+        """Queue work that fails in place of failing the call."""
+
+        def __call__(self, name: str) -> None:
+            self.calls += 1
+            if self.calls > (self.at or 0) and not self.raised and name not in ("synchronize", "query"):
+                self.raised = True
+                device.stream.enqueue(boom)  # type: ignore[attr-defined]
+
+    def boom() -> None:
+        raise DeviceError("late", code="device.test")
+
+    failures = 0
+    for at in range(12):
+        for mode in ("graph", "eager"):
+            model.suppress_graphs("test") if mode == "eager" else model.allow_graphs("test")
+            with injected(device, LateFault(at)) as fault:
+                try:
+                    model.decode_batch([2, 1])
+                except DeviceError:
+                    failures += 1
+            check_books(model, device)
+            check_text(model, want)
+            assert fault.calls
+    assert failures >= 12
+    tiny.continue_(model, [1, 2], 10)
+    check_text(model, want)
