@@ -46,7 +46,19 @@ class LinearOps(Emitter):
         _floats("embed", out=out)
         rows = int(ids.shape[0])
         for part in _mine("embed", weight).segments:
-            args = (out, ids, part.panels, rows, part.n, weight.k, _stride(out), part.number, float(scale), part.start, weight.n)
+            args = (
+                out,
+                ids,
+                part.panels,
+                rows,
+                part.n,
+                weight.k,
+                _stride(out),
+                part.number,
+                float(scale),
+                part.start,
+                weight.n,
+            )
             self.emit("embed", self.kernel("embed"), -(-rows // 8), args, (out, ids, part.panels), scale=scale)
 
     def quantize(self, out: QTensor, x: Any) -> None:
@@ -96,8 +108,23 @@ class LinearOps(Emitter):
         panels = -(-gate.n // PANEL_ROWS)
         across, down, tiles = tile_shape(rows, panels, gate.panel_bytes + up.panel_bytes, 2 if q else 1)
         biases = (None, None) if weight.bias is None else (weight.bias[: gate.n], weight.bias[gate.n :])
-        args = (to[0], *xs, gate.panels, up.panels, *biases, *to[1:], rows, gate.n, weight.k, _stride(out), gate.number, up.number,
-                _act(act), across, down)
+        args = (
+            to[0],
+            *xs,
+            gate.panels,
+            up.panels,
+            *biases,
+            *to[1:],
+            rows,
+            gate.n,
+            weight.k,
+            _stride(out),
+            gate.number,
+            up.number,
+            _act(act),
+            across,
+            down,
+        )
         name = "mlp_up_q" if isinstance(x, QTensor) else "mlp_up_f"
         self.emit("mlp_up", self.kernel(name), tiles, args, (*_all(out), *_all(x), gate.panels, up.panels), act=act)
 
@@ -122,8 +149,22 @@ class LinearOps(Emitter):
             old = None if residual is None else to
             bias = weight.bias if whole or weight.bias is None else weight.bias[part.start : stop]
             across, down, tiles = tile_shape(rows, -(-part.n // PANEL_ROWS), part.panel_bytes)
-            args = (to, *xs, part.panels, bias, old, rows, part.n, weight.k, _stride(out), _stride(out), part.number, across, down,
-                    factor)
+            args = (
+                to,
+                *xs,
+                part.panels,
+                bias,
+                old,
+                rows,
+                part.n,
+                weight.k,
+                _stride(out),
+                _stride(out),
+                part.number,
+                across,
+                down,
+                factor,
+            )
             params = {} if factor == 1.0 else {"scale": factor}
             self.emit(op, name, tiles, args, (to, *_all(x), part.panels), **params)
 
@@ -143,8 +184,9 @@ class LinearOps(Emitter):
 
 def _mine(op: str, weight: Any) -> CpuWeight:
     if not isinstance(weight, CpuWeight):
-        raise DeviceError(f"{op}: expected a weight packed by this backend, got {type(weight).__name__}; call backend.pack",
-                          code="op.dtype")
+        raise DeviceError(
+            f"{op}: expected a weight packed by this backend, got {type(weight).__name__}; call backend.pack", code="op.dtype"
+        )
     return weight
 
 
@@ -160,14 +202,21 @@ def _q(op: str, q: QTensor, shape: tuple[int, ...]) -> None:
     rows, k = shape
     if k % 32:
         raise DeviceError(f"{op}: expected a QTensor of rows of whole 32 blocks, got {k} inputs; pass floats", code="op.shape")
-    for what, array, width, dtype in (("data", q.data, k, "int8"), ("scales", q.scales, k // 32, "float32"),
-                                      ("sums", q.sums, k // 16, "int16")):
+    for what, array, width, dtype in (
+        ("data", q.data, k, "int8"),
+        ("scales", q.scales, k // 32, "float32"),
+        ("sums", q.sums, k // 16, "int16"),
+    ):
         check_shape(op, what, (rows, width), array.shape)
         if array.dtype != dtype:
-            raise DeviceError(f"{op}: expected {what} as {dtype}, got {array.dtype}; this is a bug in the caller", code="op.dtype")
+            raise DeviceError(
+                f"{op}: expected {what} as {dtype}, got {array.dtype}; this is a bug in the caller", code="op.dtype"
+            )
         if rows > 1 and array.strides[0] != width * array.dtype.itemsize:
-            raise DeviceError(f"{op}: expected {what} without gaps between rows, got strides {array.strides}; this is a bug in the "
-                              "caller", code="op.layout")
+            raise DeviceError(
+                f"{op}: expected {what} without gaps between rows, got strides {array.strides}; this is a bug in the caller",
+                code="op.layout",
+            )
 
 
 def _outputs(op: str, out: Any, shape: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
@@ -191,8 +240,10 @@ def _stride(x: Any) -> int:
 
 def _act(act: str) -> int:
     if act not in ACTIVATIONS:
-        raise UnsupportedError(f"act: expected one of {', '.join(ACTIVATIONS)}, got {act!r}; this model needs another version",
-                               code="unsupported.activation")
+        raise UnsupportedError(
+            f"act: expected one of {', '.join(ACTIVATIONS)}, got {act!r}; this model needs another version",
+            code="unsupported.activation",
+        )
     return ACTIVATIONS.index(act)
 
 

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 PANEL_ROWS: Final = 16
 # Name -> number in kernels/formats.h, bytes of a record, records of a super-block, bytes of its header.
 _DENSE: Final = {"f16": (8, 32, np.float16), "bf16": (9, 32, np.uint16), "f32": (10, 64, np.float32)}
-_BLOCK: Final = {"q4_0": (0, 288, 1, 0), "q4_1": (1, 320, 1, 0), "q5_0": (2, 352, 1, 0), "q5_1": (3, 384, 1, 0),
-                 "q8_0": (4, 544, 1, 0), "q4_k": (5, 288, 8, 64), "q5_k": (6, 352, 8, 64), "q6_k": (7, 416, 8, 32)}
+_BLOCK: Final = {
+    "q4_0": (0, 288, 1, 0),
+    "q4_1": (1, 320, 1, 0),
+    "q5_0": (2, 352, 1, 0),
+    "q5_1": (3, 384, 1, 0),
+    "q8_0": (4, 544, 1, 0),
+    "q4_k": (5, 288, 8, 64),
+    "q5_k": (6, 352, 8, 64),
+    "q6_k": (7, 416, 8, 32),
+}
 _PACK_TILE_BYTES: Final = 1 << 20
 
 
@@ -107,8 +115,22 @@ def unpack(weight: CpuWeight) -> Any:
     for segment in weight.segments:
         ids = np.arange(segment.n, dtype=np.int32)
         rows = out[segment.start : segment.start + segment.n]
-        args = np.array([rows.ctypes.data, ids.ctypes.data, segment.panels.ctypes.data, segment.n, segment.n, weight.k, weight.k,
-                         segment.number, np.float64(1.0).view(np.int64), 0, segment.n], np.int64)
+        args = np.array(
+            [
+                rows.ctypes.data,
+                ids.ctypes.data,
+                segment.panels.ctypes.data,
+                segment.n,
+                segment.n,
+                weight.k,
+                weight.k,
+                segment.number,
+                np.float64(1.0).view(np.int64),
+                0,
+                segment.n,
+            ],
+            np.int64,
+        )
         if status := cpu_kernels.call(kernel, args.ctypes.data, 0, 1):
             raise AssertionError(f"embed returned {status} for {segment.form}")
     return out
@@ -116,8 +138,10 @@ def unpack(weight: CpuWeight) -> Any:
 
 def _check(part: WeightPart, k: int) -> None:
     if part.format not in _DENSE and part.format not in _BLOCK:
-        raise UnsupportedError(f"pack: expected one of {', '.join([*_DENSE, *_BLOCK])}, got {part.format}; requantize the model to "
-                               "one of them", code="weights.format")
+        raise UnsupportedError(
+            f"pack: expected one of {', '.join([*_DENSE, *_BLOCK])}, got {part.format}; requantize the model to one of them",
+            code="weights.format",
+        )
     check_shape("pack", f"{part.format} part's K", (k,), (part.k,))
     columns = k if part.format in _DENSE else BLOCKS[part.format].row_bytes(k)
     check_shape("pack", f"{part.format} data", (part.n, columns), np.shape(part.data))
