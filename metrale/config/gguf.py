@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from metrale.config.files import GenerationDefaults, ModelConfig, generation_defaults
-from metrale.config.reader import ConfigReader
+from metrale.config.reader import MAX_INT, MAX_LAYERS, ConfigReader, as_int
 from metrale.errors import ConfigError, UnsupportedError
 
 # GGUF architecture -> model_type. Mistral 7B files say "llama".
@@ -52,7 +52,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], so
     for key in ("bos", "padding"):
         found = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if found is not None:
-            config["pad_token_id" if key == "padding" else "bos_token_id"] = int(found)
+            config["pad_token_id" if key == "padding" else "bos_token_id"] = found
     generation: GenerationDefaults = generation_defaults(config, {}, source)
     return ModelConfig(config, generation, source, container="gguf")
 
@@ -88,21 +88,35 @@ class _Keys:
             )
         return value
 
+    def whole(self, key: str, default: int | None = None, most: int = MAX_INT) -> int:
+        value = self.number(key, default)
+        try:
+            found = as_int(value)
+        except (TypeError, ValueError, OverflowError):
+            found = -1
+        if not 0 <= found <= most:
+            raise ConfigError(
+                f"{self.reader.name(f'{self.arch}.{key}')}: expected an integer from 0 to {most}, got {value!r}; convert the "
+                "model again",
+                code="config.value",
+            )
+        return found
+
     def optional(self, key: str) -> Any:
         return None if self.raw(key) is None else self.number(key)
 
 
 def _sizes(read: _Keys, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    heads = int(read.number("attention.head_count"))
-    hidden = int(read.number("embedding_length"))
+    heads = read.whole("attention.head_count")
+    hidden = read.whole("embedding_length")
     if heads < 1 or hidden < 1:
         raise ConfigError(
             f"{read.reader.source}: expected head_count and embedding_length above 0, got {heads} and {hidden}; "
             "convert the model again",
             code="config.value",
         )
-    head_dim = int(read.number("attention.key_length", hidden // heads))
-    value_dim = int(read.number("attention.value_length", head_dim))
+    head_dim = read.whole("attention.key_length", hidden // heads)
+    value_dim = read.whole("attention.value_length", head_dim)
     if value_dim != head_dim:
         raise UnsupportedError(
             f"{read.reader.source}: expected value_length equal to key_length {head_dim}, got {value_dim}; "
@@ -110,35 +124,35 @@ def _sizes(read: _Keys, tensors: Mapping[str, Any]) -> dict[str, Any]:
             code="config.unsupported",
         )
     embedding = tensors.get("token_embd.weight")
-    vocab = int(embedding.shape[0]) if embedding is not None and len(embedding.shape) == 2 else int(read.number("vocab_size"))
+    vocab = int(embedding.shape[0]) if embedding is not None and len(embedding.shape) == 2 else read.whole("vocab_size")
     config: dict[str, Any] = {
         "model_type": ARCHITECTURES[read.arch],
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": int(read.number("feed_forward_length")),
-        "num_hidden_layers": int(read.number("block_count")),
+        "intermediate_size": read.whole("feed_forward_length"),
+        "num_hidden_layers": read.whole("block_count", most=MAX_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(read.number("attention.head_count_kv", heads)),
+        "num_key_value_heads": read.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": float(read.number("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": int(read.number("context_length")),
+        "max_position_embeddings": read.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     if read.arch in ("llama", "mistral", "qwen3"):
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if read.arch == "phi3":
-        config["original_max_position_embeddings"] = int(
-            read.number("rope.scaling.original_context_length", config["max_position_embeddings"])
-        )
+        most = config["max_position_embeddings"]
+        config["original_max_position_embeddings"] = read.whole("rope.scaling.original_context_length", most)
     return config
 
 
 def _rope(read: _Keys, tensors: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return the HF-style rope object: scaling keys, or the divisors stored as tensors."""
     rope: dict[str, Any] = {"rope_theta": float(read.number("rope.freq_base", 10_000.0)), "rope_type": "default"}
-    rotated = int(read.number("rope.dimension_count", config["head_dim"]))
+    rotated = read.whole("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
-        rope["partial_rotary_factor"] = rotated / config["head_dim"]
+        # Half a dim more, so that the product with head_dim rounds down to `rotated` whatever the quotient rounds to.
+        rope["partial_rotary_factor"] = (rotated + 0.5) / max(config["head_dim"], 1)
     kind = read.raw("rope.scaling.type")
     factor = read.optional("rope.scaling.factor")
     attention = read.optional("rope.scaling.attn_factor")
@@ -177,7 +191,7 @@ def _rope(read: _Keys, tensors: Mapping[str, Any], config: dict[str, Any]) -> di
             if found is not None:
                 rope[name] = float(found)
     if original is not None and rope["rope_type"] in ("yarn", "longrope"):
-        rope["original_max_position_embeddings"] = int(original)
+        rope["original_max_position_embeddings"] = read.whole("rope.scaling.original_context_length")
     return rope
 
 
@@ -188,7 +202,7 @@ def _window(read: _Keys, config: dict[str, Any]) -> None:
         window = _WINDOW_DEFAULT.get(read.arch)
     if not window:
         return
-    config["sliding_window"] = int(window)
+    config["sliding_window"] = window
     layers = config["num_hidden_layers"]
     pattern = read.raw("attention.sliding_window_pattern")
     if isinstance(pattern, list):
@@ -228,8 +242,8 @@ def _floats(tensor: Any) -> list[float]:
     return [float(x) for x in tensor.data().reshape(-1)]
 
 
-def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
+def _end_ids(metadata: Mapping[str, Any]) -> list[Any]:
     """Return the end-of-text and end-of-turn ids."""
     names = ("eos", "eot")
     found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
-    return sorted({int(i) for i in found if i is not None})
+    return [i for i in found if i is not None]

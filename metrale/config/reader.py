@@ -21,6 +21,8 @@ Name: TypeAlias = str
 Count: TypeAlias = int
 Truth: TypeAlias = bool
 
+MAX_INT: Final = 2**31 - 1  # sizes, token ids and positions are int32 everywhere below
+MAX_LAYERS: Final = 4096  # a damaged number must not cost memory before it is compared with the weights
 REQUIRED: Final[Any] = object()
 
 # Keys that do not change what a model computes at inference: training, bookkeeping, hints to other programs, and token
@@ -74,15 +76,19 @@ class ConfigReader:
             raise ConfigError(f"{self.name(keys[0])}: expected a value, got none; {remedy}", code="config.missing")
         return default
 
-    def int(self, *keys: Name, default: Any = REQUIRED, least: Count | None = None) -> Any:
+    def int(self, *keys: Name, default: Any = REQUIRED, least: Count | None = None, most: Count = MAX_INT) -> Any:
         """Return an integer (a float without a fraction counts); `default` may be None.
 
-        Raises: ConfigError ``config.missing``, ``config.type``, or ``config.value`` when below `least`.
+        Raises: ConfigError ``config.missing``, ``config.type``, or ``config.value`` outside [least, most].
         """
         value = self._typed(keys, default, as_int, "an integer")
         if least is not None and value is not None and value < least:
             raise ConfigError(
                 f"{self.name(keys[0])}: expected at least {least}, got {value}; correct the config", code="config.value"
+            )
+        if value is not None and value > most:
+            raise ConfigError(
+                f"{self.name(keys[0])}: expected at most {most}, got {_shown(value)}; correct the config", code="config.value"
             )
         return value
 

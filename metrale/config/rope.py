@@ -14,6 +14,8 @@ from metrale.config.spec import RopeKind, RopeSpec
 from metrale.errors import ConfigError, UnsupportedError
 
 KINDS: Final[tuple[RopeKind, ...]] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+MAX_THETA: Final = 1e12
+MAX_NUMBER: Final = 1e6  # of factors and bounds
 _FACTORS: Final = "factors"  # divisors stored in a GGUF file; not a config.json form
 
 
@@ -40,11 +42,16 @@ def read_rope(
     """
     new, old = _objects(config, layer_type, scaled)
     source = _Pair(new, old)
-    theta = source.positive("rope_theta", default=None)
+    theta = source.number("rope_theta", default=None)
     if theta is None:
         theta = config.positive(theta_key, default=default_theta)
     else:
         config.ignore(theta_key)
+    if not 1 < theta <= MAX_THETA:
+        raise ConfigError(
+            f"{config.name(theta_key)}: expected a number above 1 and at most {MAX_THETA:g}, got {theta:g}; correct the config",
+            code="config.value",
+        )
     kind: Any = source.text("rope_type", "type", default="default")
     kind = (aliases or {}).get(kind, kind)
     if kind not in (*kinds, _FACTORS):
@@ -113,6 +120,15 @@ class _Pair:
         return default if value is None else value
 
     def positive(self, *keys: str, default: Any) -> Any:
+        """Return a number above 0 that leaves the table finite."""
+        value = self._call("positive", keys, default)
+        if value is not None and value > MAX_NUMBER:
+            raise ConfigError(
+                f"{self.name(keys[0])}: expected at most {MAX_NUMBER:g}, got {value:g}; correct the config", code="config.value"
+            )
+        return value
+
+    def number(self, *keys: str, default: Any) -> Any:
         return self._call("positive", keys, default)
 
     def text(self, *keys: str, default: Any) -> Any:
@@ -126,9 +142,9 @@ class _Pair:
 
     def divisors(self, key: str, count: Any) -> tuple[float, ...]:
         found: tuple[float, ...] = self._call("list", (key,), _MISSING, of=float, length=count)
-        if not all(0 < x < float("inf") for x in found):
+        if not all(1 / MAX_NUMBER <= x <= MAX_NUMBER for x in found):
             raise ConfigError(
-                f"{self.name(key)}: expected finite numbers above 0, got {found[:4]}...; correct the config",
+                f"{self.name(key)}: expected numbers from {1 / MAX_NUMBER:g} to {MAX_NUMBER:g}, got {found[:4]}...; correct the config",
                 code="config.value",
             )
         return found
@@ -168,6 +184,11 @@ def _scaling(config: ConfigReader, source: _Pair, kind: RopeKind, dim: int, thet
     factor = source.positive("factor", default=None)
     factor = most / original if factor is None else factor
     attention = source.positive("attention_factor", default=None)
+    if kind == "longrope" and original < 2:
+        raise ConfigError(
+            f"{source.name('original_max_position_embeddings')}: expected at least 2, got {original}; correct the config",
+            code="config.value",
+        )
     if kind == "longrope":
         return RopeSpec(
             dim,

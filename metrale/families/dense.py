@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from metrale.config.reader import ConfigReader
+from metrale.config.reader import MAX_INT, MAX_LAYERS, ConfigReader
 from metrale.config.rope import read_rope
 from metrale.config.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormPlacement, NormSpec, QkNormScope, RopeSpec
 from metrale.errors import ConfigError, UnsupportedError
@@ -49,9 +49,10 @@ def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) 
     """
     known = defaults or {}
 
-    def size(key: str, default: Any = None) -> int:
+    def size(key: str, default: Any = None, most: int = MAX_INT) -> int:
         fallback = known.get(key, default)
-        value: int = config.int(key, least=1) if fallback is None else config.int(key, default=fallback, least=1)
+        options = {} if fallback is None else {"default": fallback}
+        value: int = config.int(key, least=1, most=most, **options)
         return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
@@ -75,7 +76,7 @@ def read_sizes(config: ConfigReader, defaults: Mapping[str, Any] | None = None) 
         size("vocab_size"),
         hidden,
         size("intermediate_size"),
-        size("num_hidden_layers"),
+        size("num_hidden_layers", most=MAX_LAYERS),
         heads,
         kv_heads,
         head_dim,
