@@ -144,7 +144,8 @@ class _Pair:
         found: tuple[float, ...] = self._call("list", (key,), _MISSING, of=float, length=count)
         if not all(1 / MAX_NUMBER <= x <= MAX_NUMBER for x in found):
             raise ConfigError(
-                f"{self.name(key)}: expected numbers from {1 / MAX_NUMBER:g} to {MAX_NUMBER:g}, got {found[:4]}...; correct the config",
+                f"{self.name(key)}: expected numbers from {1 / MAX_NUMBER:g} to {MAX_NUMBER:g}, got {found[:4]}...; "
+                "correct the config",
                 code="config.value",
             )
         return found
