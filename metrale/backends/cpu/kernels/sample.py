@@ -18,9 +18,11 @@ from numba.extending import intrinsic
 # Places in ROW_FIELDS; a test compares them.
 SEED_LO, SEED_HI, CHOICE, TEMPERATURE, TOP_K, TOP_P, MIN_P = 5, 6, 7, 8, 9, 10, 11
 LEAST_KEY = -(1 << 31)
-SPAN = 512  # tokens of which one maximum is taken
+SPAN = 512  # tokens of which one maximum is taken, and whose noise is made at a time
+FEW = 1024  # candidates that are scored one by one
 M0, M1, W0, W1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57), np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+FOUR, SIX, EIGHT = np.uint64(4), np.uint64(6), np.uint64(8)
 LN2 = 0.6931471805599453
 # Helpers are inlined; without entry points of their own they compile in half the time.
 HELPER: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -97,9 +99,9 @@ def _count(logits, least):
 
 
 @njit(**HELPER)
-def _gather(logits, least, ids):
-    """List the ids of the logits that are at least `least` and more than -inf, in ascending order; return how many."""
-    vocab, count = logits.shape[0], 0
+def _gather(logits, least, below, ids, count):
+    """Append to ids[:count) those of the finite or larger logits in [least, below); return how many there are."""
+    vocab = logits.shape[0]
     least = max(least, np.float32(-3.4028234663852886e38))
     for start in range(0, vocab, 64):
         stop = min(start + 64, vocab)
@@ -108,7 +110,7 @@ def _gather(logits, least, ids):
             found += np.int32(1) if logits[np.uint64(i)] >= least else np.int32(0)
         if found:
             for i in range(start, stop):
-                if logits[i] >= least:
+                if logits[i] >= least and (logits[i] < below or below == np.float32(np.inf)):
                     ids[count] = np.int32(i)
                     count += 1
     return count
@@ -153,58 +155,46 @@ def _before(logits, a, b):
 
 
 @njit(**HELPER)
-def _partition(logits, ids, low, high):
-    """Put ids[low:high) around a pivot, those before it to its left; return its place."""
-    middle, last = (low + high) // 2, high - 1
-    if _before(logits, ids[middle], ids[low]):
-        ids[low], ids[middle] = ids[middle], ids[low]
-    if _before(logits, ids[last], ids[middle]):
-        ids[middle], ids[last] = ids[last], ids[middle]
-        if _before(logits, ids[middle], ids[low]):
-            ids[low], ids[middle] = ids[middle], ids[low]
-    ids[middle], ids[last] = ids[last], ids[middle]  # the median is the pivot
-    pivot, place = ids[last], low
-    for i in range(low, last):
-        if _before(logits, ids[i], pivot):
-            ids[i], ids[place] = ids[place], ids[i]
-            place += 1
-    ids[place], ids[last] = ids[last], ids[place]
-    return place
-
-
-@njit(**HELPER)
-def _keep_first(logits, ids, count, keep):
-    """Move the `keep` first of ids[:count) to the front."""
-    low, high = 0, count
-    while high - low > 1:
-        place = _partition(logits, ids, low, high)
-        if place == keep or place + 1 == keep:
-            return
-        if place > keep:
-            high = place
-        else:
-            low = place + 1
+def _last(logits, ids, count):
+    """Return the id that comes behind all others of ids[:count)."""
+    last = np.int64(ids[0])
+    for i in range(1, count):
+        last = np.int64(ids[i]) if _before(logits, last, np.int64(ids[i])) else last
+    return last
 
 
 @njit(**HELPER)
 def _weight(logit, top, temperature):
-    """Return the probability relative to the best token's."""
-    return 1.0 if logit == top else math.exp(np.float64(logit) / temperature - np.float64(top) / temperature)
+    """Return the probability relative to the best token's; 1 at temperature 0."""
+    if logit == top or temperature == 0:
+        return 1.0
+    return math.exp(np.float64(logit) / temperature - np.float64(top) / temperature)
 
 
 @njit(**HELPER)
-def _nucleus(logits, ids, count, top, temperature, target):
-    """Move the fewest first of ids[:count) whose weights reach `target` to the front; return how many."""
-    low, high, mass = 0, count, 0.0
+def _select(logits, ids, low, high, top, temperature, mass, target):
+    """Move the fewest first of ids[low:high) whose weights, with `mass`, reach `target` to the front; return their end.
+
+    Temperature 0 gives every token weight 1. Quickselect: only the side of the pivot that holds the end is looked at again;
+    pivots come from a linear congruence, so that no pattern of logits makes it slow.
+    """
+    state = np.uint64(1)
     while low < high:
-        place = _partition(logits, ids, low, high)
-        left = mass
-        for i in range(low, place):
-            left += _weight(logits[ids[i]], top, temperature)
+        state = (state * np.uint64(1664525) + np.uint64(1013904223)) & LOW
+        middle = low + np.int64(state >> np.uint64(8)) % (high - low)
+        ids[middle], ids[high - 1] = ids[high - 1], ids[middle]
+        pivot, place, left = np.int64(ids[high - 1]), low, mass
+        for i in range(low, high - 1):
+            token = np.int64(ids[i])
+            if _before(logits, token, pivot):
+                ids[i], ids[place] = ids[place], ids[i]
+                place += 1
+                left += _weight(logits[token], top, temperature)
+        ids[place], ids[high - 1] = ids[high - 1], ids[place]
         if place > low and left >= target:
             high = place
             continue
-        mass = left + _weight(logits[ids[place]], top, temperature)
+        mass = left + _weight(logits[pivot], top, temperature)
         low = place + 1
         if mass >= target:
             break
@@ -212,67 +202,68 @@ def _nucleus(logits, ids, count, top, temperature, target):
 
 
 @njit(**HELPER)
-def _threshold_of_count(logits, top, keep):
-    """Return a logit that at least `keep` tokens reach (or every token), found by doubling the distance from the best."""
-    distance = np.float32(1)
-    while distance < np.float32(1e6) and top < np.float32(np.inf):
-        if _count(logits, top - distance) >= keep:
-            return top - distance
-        distance *= np.float32(2)
-    return np.float32(-np.inf)
-
-
-@njit(**HELPER)
 def _filter(logits, ids, top, temperature, top_k, top_p, min_p):
     """Write the ids that top-k and top-p leave (min-p is applied by `_draw`); return how many."""
-    least, rest = np.float32(-np.inf), 0.0
+    least, sure, rest = np.float32(-np.inf), np.float32(np.inf), 0.0
     if top_k > 0:
-        least = _threshold_of_count(logits, top, top_k)
+        distance = np.float32(1)  # doubled until enough tokens lie within it
+        while distance < np.float32(1e6) and least == np.float32(-np.inf) and top < np.float32(np.inf):
+            if _count(logits, top - distance) >= top_k:
+                least = top - distance
+            distance *= np.float32(2)
     elif top_p < 1 and top < np.float32(np.inf):
         total, m3, m6, m10, m16 = _masses(logits, top, np.float32(1.0 / temperature))
-        need = (top_p + 1e-4) * total
         for mass, power in ((m3, 3.0), (m6, 6.0), (m10, 10.0), (m16, 16.0)):
-            if mass >= need:
-                least = np.float32(top - temperature * power * LN2)
+            edge = np.float32(top - temperature * power * LN2)
+            if mass >= (top_p + 1e-4) * total:
+                least = edge
                 rest = np.float64(total) - np.float64(mass)
                 break
+            if mass < (top_p - 1e-4) * total:
+                sure = edge  # all above it are in
     elif min_p > 0 and top < np.float32(np.inf):
         least = np.float32(top + temperature * (math.log(min_p) - 1e-3) - 1e-6 * abs(top))
-    count = _gather(logits, least, ids)
+    known = np.int64(0)
+    if sure < np.float32(np.inf):
+        known = _gather(logits, sure, np.float32(np.inf), ids, known)
+    count = _gather(logits, least, sure, ids, known)
     if 0 < top_k < count:
-        _keep_first(logits, ids, count, top_k)
-        count = top_k
+        count = _select(logits, ids, np.int64(0), count, top, 0.0, 0.0, np.float64(top_k))
     if top_p < 1:
-        total = rest
-        for i in range(count):
+        mass = 0.0
+        for i in range(known):
+            mass += _weight(logits[ids[i]], top, temperature)
+        total = mass + rest
+        for i in range(known, count):
             total += _weight(logits[ids[i]], top, temperature)
-        count = _nucleus(logits, ids, count, top, temperature, top_p * total)
+        count = max(1, _select(logits, ids, known, count, top, temperature, mass, top_p * total))
     return count
 
 
 # --- the draw ------------------------------------------------------------------------------------------------------------
 
 
-@njit(**HELPER)
+@njit(**HELPER, forceinline=True)
+def _two_rounds(c0, c1, c2, c3, k0, k1):
+    p0, p1 = c0 * M0, c2 * M1
+    c0, c1, c2, c3 = (p1 >> HALF) ^ c1 ^ k0, p1 & LOW, (p0 >> HALF) ^ c3 ^ k1, p0 & LOW
+    p0, p1 = c0 * M0, c2 * M1
+    k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
+    return (p1 >> HALF) ^ c1 ^ k0, p1 & LOW, (p0 >> HALF) ^ c3 ^ k1, p0 & LOW
+
+
+@njit(**HELPER, forceinline=True)
 def _philox(block, place, choice, k0, k1):
     """Return the four words of Philox4x32-10 for counter (block, place, choice, 0).
 
+    Written without a loop, so that the loops around it become vector code.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
     """
-    c0, c1, c2, c3 = np.uint64(block), place, choice, np.uint64(0)
-    for _ in range(10):
-        p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = (p1 >> HALF) ^ c1 ^ k0, p1 & LOW, (p0 >> HALF) ^ c3 ^ k1, p0 & LOW
-        k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
-    return c0, c1, c2, c3
-
-
-@njit(**HELPER)
-def _may_win(x, z, best):
-    """Say whether z + gumbel can reach `best`: -log(-log(u)) <= -log(1 - u), and log2(1 - u) from the exponent alone."""
-    left = np.float32(LOW - x) + np.float32(0.5)
-    exponent = np.int32(np.int32(_bits(left) >> np.int32(23)) - np.int32(127))
-    return z + (33 - exponent) * LN2 >= best
+    c0, c1, c2, c3 = _two_rounds(np.uint64(block), place, choice, np.uint64(0), k0, k1)
+    c0, c1, c2, c3 = _two_rounds(c0, c1, c2, c3, (k0 + W0 + W0) & LOW, (k1 + W1 + W1) & LOW)
+    c0, c1, c2, c3 = _two_rounds(c0, c1, c2, c3, (k0 + FOUR * W0) & LOW, (k1 + FOUR * W1) & LOW)
+    c0, c1, c2, c3 = _two_rounds(c0, c1, c2, c3, (k0 + SIX * W0) & LOW, (k1 + SIX * W1) & LOW)
+    return _two_rounds(c0, c1, c2, c3, (k0 + EIGHT * W0) & LOW, (k1 + EIGHT * W1) & LOW)
 
 
 @njit(**HELPER)
@@ -287,43 +278,84 @@ def _word(words, lane):
 
 
 @njit(**HELPER)
+def _score(logits, token, temperature, place, choice, k0, k1):
+    """Return logit / temperature + noise of one token."""
+    x = _word(_philox(token >> 2, place, choice, k0, k1), token & 3)
+    return np.float64(logits[token]) / temperature + _gumbel(x)
+
+
+@njit(**HELPER)
 def _draw(logits, ids, count, top, temperature, min_p, place, choice, k0, k1):
-    """Return the candidate with the largest logit / temperature + noise."""
+    """Return the listed token with the largest score."""
     best, chosen = -np.inf, 0
     for i in range(count):
-        token = ids[i]
+        token = np.int64(ids[i])
         if min_p > 0 and _weight(logits[token], top, temperature) < min_p:
             continue
-        z = np.float64(logits[token]) / temperature
-        x = _word(_philox(token >> 2, place, choice, k0, k1), token & 3)
-        if _may_win(x, z, best):
-            score = z + _gumbel(x)
-            if score > best or (score == best and token < chosen):
-                best, chosen = score, token
+        score = _score(logits, token, temperature, place, choice, k0, k1)
+        if score > best or (score == best and token < chosen):
+            best, chosen = score, token
     return chosen
 
 
 @njit(**HELPER)
-def _draw_all(logits, first, temperature, place, choice, k0, k1):
-    """Return the token with the largest logit / temperature + noise; `first` is the likeliest one."""
-    vocab = logits.shape[0]
-    rate = 1.0 / temperature
-    best = np.float64(logits[first]) / temperature + _gumbel(_word(_philox(first >> 2, place, choice, k0, k1), first & 3))
-    chosen = first
-    for block in range((vocab + 3) // 4):
-        start, stop = 4 * block, min(4 * block + 4, vocab)
-        z = np.float64(-np.inf)
-        for token in range(start, stop):
-            z = logits[token] * rate if logits[token] * rate > z else z
-        if not z + 23 >= best:
-            continue  # no noise is larger than 22.88
-        words = _philox(block, place, choice, k0, k1)
-        for token in range(start, stop):
-            z = np.float64(logits[token]) / temperature
-            if z > -np.inf and _may_win(_word(words, token - start), z, best):
-                score = z + _gumbel(_word(words, token - start))
+def _noise(block, count, place, choice, k0, k1, noise):
+    """Write the Philox words of `count` blocks of four tokens."""
+    for j in range(count):
+        w0, w1, w2, w3 = _philox(block + j, place, choice, k0, k1)
+        noise[4 * np.uint64(j)] = np.int32(w0)
+        noise[4 * np.uint64(j) + np.uint64(1)] = np.int32(w1)
+        noise[4 * np.uint64(j) + np.uint64(2)] = np.int32(w2)
+        noise[4 * np.uint64(j) + np.uint64(3)] = np.int32(w3)
+
+
+@njit(**HELPER)
+def _hopeful(logit, x, top, rate, gap):
+    """Say whether a token can still win: gumbel = -log(-log(u)) <= -log(1 - u), whose exponent alone bounds it."""
+    left = np.float32(np.int32(np.int32(~x >> np.int32(1)) & np.int32(0x7FFFFFFF)))
+    exponent = np.float32(np.int32(_bits(left) >> np.int32(23)) - np.int32(127))
+    return (logit - top) * rate + (np.float32(32) - exponent) * np.float32(LN2) >= gap
+
+
+@njit(**HELPER)
+def _any_hopeful(logits, noise, start, base, count, top, rate, gap):
+    found = np.int32(0)
+    for i in range(count):
+        hit = _hopeful(logits[np.uint64(start + i)], noise[np.uint64(start - base + i)], top, rate, gap)
+        found += np.int32(1) if hit else np.int32(0)
+    return found
+
+
+@njit(**HELPER)
+def _draw_all(logits, noise, first, edge, temperature, min_p, place, choice, k0, k1):
+    """Return the token with the largest score among those not behind the token `edge` (-1: among all).
+
+    `first` is the likeliest token. Noise is made and tested SPAN tokens at a time by vector loops; the few tokens that may
+    win are scored exactly.
+    """
+    vocab, whole, top = logits.shape[0], logits.shape[0] // 4 * 4, logits[first]
+    rate, peak = np.float32(1.0 / temperature), np.float64(top) / temperature
+    best, chosen = _score(logits, first, temperature, place, choice, k0, k1), np.int64(first)
+    for base in range(0, vocab, SPAN):
+        end = min(base + SPAN, whole)
+        if base < whole:
+            _noise(base >> 2, (end - base) >> 2, place, choice, k0, k1, noise)
+        for start in range(base, min(base + SPAN, vocab), 64):
+            stop = min(start + 64, vocab)
+            gap = np.float32(best - peak - 1e-3)
+            if stop <= whole and _any_hopeful(logits, noise, start, base, stop - start, top, rate, gap) == 0:
+                continue
+            for token in range(start, stop):
+                value = logits[token]
+                if not value > -np.inf or (token < whole and not _hopeful(value, noise[token - base], top, rate, gap)):
+                    continue
+                if edge >= 0 and token != edge and not _before(logits, token, edge):
+                    continue
+                if min_p > 0 and _weight(value, top, temperature) < min_p:
+                    continue
+                score = _score(logits, token, temperature, place, choice, k0, k1)
                 if score > best or (score == best and token < chosen):
-                    best, chosen = score, token
+                    best, chosen = score, np.int64(token)
     return chosen
 
 
@@ -355,10 +387,13 @@ def sample(args: Any, tile: int, tiles: int) -> int:
         top_k = np.int64(field[TOP_K])
         if top_k >= vocab:
             top_k = 0
-        if top_k <= 0 and top_p >= 1 and min_p <= 0:
-            ids[t] = _draw_all(logits, first, temperature, place, choice, k0, k1)
-            continue
         left = carray(_pointer(words[3] + 4 * t * words[4]), (vocab,), np.int32)
-        count = _filter(logits, left, logits[first], temperature, top_k, top_p, min_p)
-        ids[t] = _draw(logits, left, count, logits[first], temperature, min_p, place, choice, k0, k1)
+        edge, count = -1, 0
+        if top_k > 0 or top_p < 1 or min_p > 0:
+            count = _filter(logits, left, logits[first], temperature, top_k, top_p, min_p)
+            if count <= FEW:
+                ids[t] = _draw(logits, left, count, logits[first], temperature, min_p, place, choice, k0, k1)
+                continue
+            edge = _last(logits, left, count)
+        ids[t] = _draw_all(logits, left, first, edge, temperature, min_p, place, choice, k0, k1)
     return 0
