@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from metrale._ext import cpu_kernels
 from metrale.backends.base import ACTIVATIONS, QTensor, check_shape
+from metrale.backends.cpu.checks import check_dtype, check_out, parts, row_tiles, stride
 from metrale.backends.cpu.emit import Emitter
-from metrale.backends.cpu.pack import PANEL_ROWS, CpuWeight, Segment
+from metrale.backends.cpu.pack import PANEL_ROWS, CpuWeight
 from metrale.errors import DeviceError, UnsupportedError
 
 ROWS_A_TILE: Final = 64  # what the kernels' L1 scratch holds
@@ -43,7 +44,7 @@ class LinearOps(Emitter):
         """Gather rows of an embedding."""
         check_shape("embed", "ids", (None,), ids.shape)
         check_shape("embed", "out", (ids.shape[0], weight.k), out.shape)
-        _floats("embed", out=out)
+        check_dtype("embed", "float32", out=out)
         rows = int(ids.shape[0])
         for part in _mine("embed", weight).segments:
             args = (
@@ -53,7 +54,7 @@ class LinearOps(Emitter):
                 rows,
                 part.n,
                 weight.k,
-                _stride(out),
+                stride(out),
                 part.number,
                 float(scale),
                 part.start,
@@ -64,20 +65,20 @@ class LinearOps(Emitter):
     def quantize(self, out: QTensor, x: Any) -> None:
         """Quantize rows to int8."""
         check_shape("quantize", "x", (None, None), x.shape)
-        _q("quantize", out, x.shape)
-        _floats("quantize", x=x)
+        check_out("quantize", out, x.shape)
+        check_dtype("quantize", "float32", x=x)
         rows, k = x.shape
-        args = (*out, x, rows, k, _stride(x))
-        self.emit("quantize", self.kernel("quantize"), _row_tiles(rows, k), args, (*out, x))
+        args = (*out, x, rows, k, stride(x))
+        self.emit("quantize", self.kernel("quantize"), row_tiles(rows, k), args, (*out, x))
 
     def act_mul(self, out: Any, gate_up: Any, *, act: str) -> None:
         """Gate rows."""
         check_shape("act_mul", "gate_up", (None, 2 * out.shape[1]), gate_up.shape)
         rows, width = int(gate_up.shape[0]), int(gate_up.shape[1]) // 2
-        to = _outputs("act_mul", out, (rows, width))
-        _floats("act_mul", gate_up=gate_up)
-        args = (*to, gate_up[:, :width], gate_up[:, width:], rows, width, _stride(gate_up), _stride(out), _act(act))
-        self.emit("act_mul", self.kernel("act_mul"), _row_tiles(rows, width), args, (*_all(out), gate_up), act=act)
+        to = check_out("act_mul", out, (rows, width))
+        check_dtype("act_mul", "float32", gate_up=gate_up)
+        args = (*to, gate_up[:, :width], gate_up[:, width:], rows, width, stride(gate_up), stride(out), _act(act))
+        self.emit("act_mul", self.kernel("act_mul"), row_tiles(rows, width), args, (*parts(out), gate_up), act=act)
 
     def linear(self, out: Any, x: Any, weight: Any, *, lora: Any | None = None) -> None:
         """Multiply."""
@@ -103,7 +104,7 @@ class LinearOps(Emitter):
             return
         gate, up = halves
         rows, xs = self._input("mlp_up", x, weight, lora)
-        to = _outputs("mlp_up", out, (rows, gate.n))
+        to = check_out("mlp_up", out, (rows, gate.n))
         q = isinstance(out, QTensor)
         panels = -(-gate.n // PANEL_ROWS)
         across, down, tiles = tile_shape(rows, panels, gate.panel_bytes + up.panel_bytes, 2 if q else 1)
@@ -118,7 +119,7 @@ class LinearOps(Emitter):
             rows,
             gate.n,
             weight.k,
-            _stride(out),
+            stride(out),
             gate.number,
             up.number,
             _act(act),
@@ -126,7 +127,7 @@ class LinearOps(Emitter):
             down,
         )
         name = "mlp_up_q" if isinstance(x, QTensor) else "mlp_up_f"
-        self.emit("mlp_up", self.kernel(name), tiles, args, (*_all(out), *_all(x), gate.panels, up.panels), act=act)
+        self.emit("mlp_up", self.kernel(name), tiles, args, (*parts(out), *parts(x), gate.panels, up.panels), act=act)
 
     def head(self, logits: Any, x: Any, weight: Any, *, scale: float, cap: float | None) -> None:
         """Project to logits; the factor is applied as they leave their registers."""
@@ -140,7 +141,7 @@ class LinearOps(Emitter):
         segments = _mine(op, weight).segments
         rows, xs = self._input(op, x, weight, lora)
         check_shape(op, "out", (rows, weight.n), out.shape)
-        _floats(op, out=out)
+        check_dtype(op, "float32", out=out)
         name = self.kernel("linear_q" if isinstance(x, QTensor) else "linear_f")
         for part in segments:
             stop = part.start + part.n
@@ -158,15 +159,15 @@ class LinearOps(Emitter):
                 rows,
                 part.n,
                 weight.k,
-                _stride(out),
-                _stride(out),
+                stride(out),
+                stride(out),
                 part.number,
                 across,
                 down,
                 factor,
             )
             params = {} if factor == 1.0 else {"scale": factor}
-            self.emit(op, name, tiles, args, (to, *_all(x), part.panels), **params)
+            self.emit(op, name, tiles, args, (to, *parts(x), part.panels), **params)
 
     def _input(self, op: str, x: Any, weight: CpuWeight, lora: Any | None) -> tuple[int, tuple[Any, Any, Any]]:
         """Check the rows of a product; return their number and arguments 1 to 3 of the kernel."""
@@ -174,11 +175,11 @@ class LinearOps(Emitter):
         if lora is not None:
             raise UnsupportedError(f"{op}: expected no adapter, got one; this backend has none", code="unsupported.lora")
         if not isinstance(x, QTensor):
-            _floats(op, x=x)
-            return int(x.shape[0]), (x, _stride(x), 0)
+            check_dtype(op, "float32", x=x)
+            return int(x.shape[0]), (x, stride(x), 0)
         if not weight.takes_q:
             raise DeviceError(f"{op}: expected block formats for a QTensor, got {weight.formats}; pass floats", code="op.dtype")
-        _q(op, x, x.shape)
+        check_out(op, x, x.shape)
         return int(x.shape[0]), (x.data, x.scales, x.sums)
 
 
@@ -190,54 +191,6 @@ def _mine(op: str, weight: Any) -> CpuWeight:
     return weight
 
 
-def _floats(op: str, **arrays: Any) -> None:
-    for what, array in arrays.items():
-        if isinstance(array, QTensor) or array.dtype != "float32":
-            got = "a QTensor" if isinstance(array, QTensor) else array.dtype
-            raise DeviceError(f"{op}: expected {what} as float32, got {got}; this is a bug in the caller", code="op.dtype")
-
-
-def _q(op: str, q: QTensor, shape: tuple[int, ...]) -> None:
-    """Check the three arrays of a QTensor: contiguous, of the shapes that belong to (T, K)."""
-    rows, k = shape
-    if k % 32:
-        raise DeviceError(f"{op}: expected a QTensor of rows of whole 32 blocks, got {k} inputs; pass floats", code="op.shape")
-    for what, array, width, dtype in (
-        ("data", q.data, k, "int8"),
-        ("scales", q.scales, k // 32, "float32"),
-        ("sums", q.sums, k // 16, "int16"),
-    ):
-        check_shape(op, what, (rows, width), array.shape)
-        if array.dtype != dtype:
-            raise DeviceError(
-                f"{op}: expected {what} as {dtype}, got {array.dtype}; this is a bug in the caller", code="op.dtype"
-            )
-        if rows > 1 and array.strides[0] != width * array.dtype.itemsize:
-            raise DeviceError(
-                f"{op}: expected {what} without gaps between rows, got strides {array.strides}; this is a bug in the caller",
-                code="op.layout",
-            )
-
-
-def _outputs(op: str, out: Any, shape: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
-    """Check a float or quantized destination; return (floats or None, data, scales, sums)."""
-    check_shape(op, "out", shape, out.shape)
-    if isinstance(out, QTensor):
-        _q(op, out, shape)
-        return None, out.data, out.scales, out.sums
-    _floats(op, out=out)
-    return out, None, None, None
-
-
-def _all(x: Any) -> tuple[Any, ...]:
-    return tuple(x) if isinstance(x, QTensor) else (x,)
-
-
-def _stride(x: Any) -> int:
-    """Return the elements between rows (0 for a QTensor, whose rows lie close)."""
-    return 0 if isinstance(x, QTensor) else int(x.strides[0]) // int(x.dtype.itemsize)
-
-
 def _act(act: str) -> int:
     if act not in ACTIVATIONS:
         raise UnsupportedError(
@@ -245,11 +198,3 @@ def _act(act: str) -> int:
             code="unsupported.activation",
         )
     return ACTIVATIONS.index(act)
-
-
-def _row_tiles(rows: int, width: int) -> int:
-    """Return tiles of about 8192 numbers, at least one row each."""
-    return max(1, min(rows, rows * width // 8192))
-
-
-__all__ = ["LinearOps", "Segment", "tile_shape"]
