@@ -219,3 +219,13 @@ def test_a_recycled_block_brings_nothing_with_it(device: Backend, kind: str) -> 
     for seed in range(5):
         tiny.generate(model, tiny.prompt(100 + seed, seed), 30)
     assert tiny.generate(model, tiny.prompt(33), 12) == want
+
+
+def test_pinned_chunks_are_not_rewritten_before_they_are_read(open_backend: OpenBackend) -> None:
+    prompt = tiny.prompt(61)
+    texts = []
+    for deferred in (False, True):
+        model = tiny.open_model(open_backend(deferred=deferred), chunk_tokens=5)
+        assert len(prompt) / 5 > 2 * (tiny.CONFIG.result_depth + 2)
+        texts.append(tiny.generate(model, prompt, 12))
+    assert texts[0] == texts[1]

@@ -283,3 +283,24 @@ def test_a_fault_while_the_device_runs_is_raised_and_undone(open_backend: OpenBa
     assert failures >= 12
     tiny.continue_(model, [1, 2], 10)
     check_text(model, want)
+
+
+def test_an_interrupt_between_two_lines_of_bookkeeping_undoes_the_step(device: Backend) -> None:
+    model, want = opened(device)
+    tiny.continue_(model, [1, 2], 3)
+
+    class Interrupted(list[int]):
+        def append(self, token: int) -> None:
+            super().append(token)
+            raise KeyboardInterrupt
+
+    for i in (2, 1):
+        seq = model._core.sequences[i]
+        seq.tokens = Interrupted(seq.tokens)
+        before = [model.sequence(s) for s in (1, 2)]
+        with pytest.raises(KeyboardInterrupt):
+            model.decode_batch([1, 2])
+        seq.tokens = list(seq.tokens)
+        assert [model.sequence(s) for s in (1, 2)] == before
+    tiny.continue_(model, [1, 2], 3)
+    check_text(model, want)
