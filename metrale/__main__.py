@@ -2,6 +2,9 @@
 
 import sys
 
-from metrale.cli.main import main
+try:
+    from metrale.cli.main import main
+except KeyboardInterrupt:  # Ctrl-C before `main` could see to it
+    sys.exit(130)
 
 sys.exit(main())

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -53,7 +54,7 @@ class LLM:
         """
         env.check()
         self._config = _engine_config(config, options)
-        self._path = hub.resolve(os.fspath(model))
+        self._path = hub.resolve(_name(model))
         self._lock = threading.RLock()
         self._closed = False
         self._open(progress)
@@ -72,7 +73,7 @@ class LLM:
         self._model: Model = loaded.model
         self._tokenizer: Tokenizer | None = loaded.tokenizer
         self._defaults = loaded.defaults
-        self._engine: Engine = Engine(self._model, self._tokenizer, loaded.eos_ids)
+        self._engine: Engine = Engine(self._model, self._tokenizer, loaded.eos_ids, seed=self._config.seed)
 
     # --- what is open ---
 
@@ -143,26 +144,36 @@ class LLM:
         error after the others have ended.
         """
         single = _is_single(prompts)
-        items: list[Prompt] = [prompts] if single else list(prompts)
+        items: list[Any] = [prompts] if single else list(prompts)
         with self._lock:
             each = self._params_for(items, params, overrides)
             prepared = [(self._prompt_ids(item), p) for item, p in zip(items, each, strict=True)]
             requests = self._submit(prepared)
             self._engine.run(requests, progress)
-            results = [request.result() for request in requests]
+        results = [request.result() for request in requests]
         return results[0] if single else results
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, progress: Progress | None = None, **overrides: Any
+    ) -> Iterator[Delta]:
         """Yield pieces of the answer as they come; the last carries the whole `result`.
 
-        Leaving the loop early, or an exception in it, ends the request and frees what it held.
+        progress: called with (prompt tokens done, prompt tokens in all) until the first piece.
+        The request starts with the first piece asked for. Leaving the loop early, or an exception in it, ends the request
+        and frees what it held.
 
-        Raises: as `generate`, at the call, before the first piece.
+        Raises: as `generate`; for bad input at the call, before the first piece.
         """
+        if not _is_single(prompt):
+            raise RequestError(
+                f"prompt: expected one prompt to stream, got a list of {len(prompt)}; stream them one by one, or use generate",
+                code="prompt.type",
+            )
         with self._lock:
             (chosen,) = self._params_for([prompt], params, overrides)
-            (request,) = self._submit([(self._prompt_ids(prompt), chosen)])
-        return self._pieces(request)
+            ids = self._prompt_ids(prompt)
+            self._engine.check(ids, chosen)
+        return self._pieces(ids, chosen, progress)
 
     def chat(
         self,
@@ -171,18 +182,20 @@ class LLM:
         *,
         stream: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
         **overrides: Any,
     ) -> Any:
         """Answer a conversation: messages with "role" and "content", through the checkpoint's own chat template.
 
-        Returns a Result, or with stream=True an iterator of Delta.
+        progress: as in `generate`. Returns a Result, or with stream=True an iterator of Delta.
 
-        Raises: RequestError ``chat.template`` when the checkpoint has no template or refuses the messages.
+        Raises: RequestError ``chat.messages`` for malformed messages, ``chat.template`` when the checkpoint has no template
+        or refuses them.
         """
         ids = self.chat_ids(messages, tools=tools)
         if stream:
-            return self.stream(ids, params, **overrides)
-        return self.generate(ids, params, **overrides)
+            return self.stream(ids, params, progress=progress, **overrides)
+        return self.generate(ids, params, progress=progress, **overrides)
 
     def chat_ids(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Return the token ids of a conversation, the opening of the assistant's answer included."""
@@ -207,9 +220,12 @@ class LLM:
 
     # --- helpers ---
 
-    def _params_for(self, items: Sequence[Prompt], params: Any, overrides: Mapping[str, Any]) -> list[SamplingParams]:
+    def _check_open(self) -> None:
         if self._closed:
             raise RequestError("LLM: expected an open model, got a closed one; open it again", code="engine.closed")
+
+    def _params_for(self, items: Sequence[Prompt], params: Any, overrides: Mapping[str, Any]) -> list[SamplingParams]:
+        self._check_open()
         unknown = sorted(set(overrides) - {f.name for f in fields(SamplingParams)})
         if unknown:
             raise RequestError(
@@ -220,11 +236,12 @@ class LLM:
             return [self.default_params(**overrides)] * len(items)
         if isinstance(params, SamplingParams):
             return [replace(params, **overrides)] * len(items)
-        each = list(params)
-        if len(each) != len(items) or not all(isinstance(p, SamplingParams) for p in each):
+        each = list(params) if isinstance(params, list | tuple) else None
+        if each is None or len(each) != len(items) or not all(isinstance(p, SamplingParams) for p in each):
+            got = type(params).__name__ if each is None else f"{len(each)} values"
             raise RequestError(
                 f"params: expected one SamplingParams, or one for each of {len(items)} prompts, "
-                f"got {len(each)} values; pass as many as prompts",
+                f"got {got}; pass as many as prompts",
                 code="sampling.count",
             )
         return [replace(p, **overrides) for p in each]
@@ -232,12 +249,18 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            return list(prompt)
-        raise RequestError(
-            f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}; convert it first",
-            code="prompt.type",
-        )
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise RequestError(
+                f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}; convert it first",
+                code="prompt.type",
+            )
+        wrong = next((i for i in prompt if not isinstance(i, Integral) or isinstance(i, bool)), None)
+        if wrong is not None:
+            raise RequestError(
+                f"prompt: expected a string or a list of token ids, got a list with {wrong!r:.40} in it; convert it first",
+                code="prompt.type",
+            )
+        return [int(i) for i in prompt]
 
     def _submit(self, prepared: Sequence[tuple[list[int], SamplingParams]]) -> list[Request]:
         requests: list[Request] = []
@@ -250,14 +273,24 @@ class LLM:
             raise
         return requests
 
-    def _pieces(self, request: Request) -> Iterator[Delta]:
+    def _pieces(self, ids: Sequence[int], params: SamplingParams, progress: Progress | None) -> Iterator[Delta]:
+        with self._lock:
+            self._check_open()
+            (request,) = self._submit([(list(ids), params)])
+        waiting = progress
         try:
             while True:
                 with self._lock:
-                    if not request.finished:
-                        self._engine.step()
+                    # A step for another stream may have brought pieces of this one already.
                     deltas = list(request.take_deltas())
-                if request.finished:
+                    if not deltas and not request.finished:
+                        self._engine.step()
+                        deltas = list(request.take_deltas())
+                    finished = request.finished
+                if waiting is not None:
+                    waiting(request.prompt_done, len(ids))
+                    waiting = None if deltas else waiting
+                if finished:
                     result = request.result()
                     if deltas:
                         deltas[-1] = replace(deltas[-1], result=result)
@@ -271,16 +304,26 @@ class LLM:
                     self._engine.drain()
 
 
+def _name(model: Any) -> str:
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"model: expected a path or a name, got {type(model).__name__}; pass where the checkpoint lies",
+            code="model.not_found",
+        )
+    return name
+
+
 def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
         raise RequestError(
             f"prompt: expected a string, token ids, or a list of them, got {type(prompts).__name__}; convert it first",
             code="prompt.type",
         )
     # An empty list is an empty prompt, which submit refuses; a list of prompts is never empty.
-    return not prompts or isinstance(prompts[0], int)
+    return not prompts or isinstance(prompts[0], Integral)
 
 
 def _engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -73,8 +73,9 @@ def resolve(name: str) -> Path:
 
     Raises: ConfigError (``model.not_found``) with the remedy.
     """
-    given = Path(name).expanduser()
-    if given.exists():
+    # os.path answers False where Path raises: a name too long for a file, an unknown ~user.
+    given = Path(os.path.expanduser(name))
+    if os.path.exists(given):
         return given
     found = pulled_path(name)
     if found is not None:
@@ -87,7 +88,7 @@ def resolve(name: str) -> Path:
         )
     known = ", ".join(sorted(WHEEL_MODELS))
     raise ConfigError(
-        f"model {name!r}: expected a path, ORG/NAME or one of {known}, got nothing of that name; check the spelling",
+        f"model {name!r:.200}: expected a path, ORG/NAME or one of {known}, got nothing of that name; check the spelling",
         code="model.not_found",
     )
 

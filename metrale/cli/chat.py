@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
-from metrale.cli.options import model_arguments, open_llm, sampling_arguments, sampling_overrides
-from metrale.errors import RequestError
+from metrale.cli.options import model_arguments, open_llm, reading, sampling_arguments, sampling_overrides, say
+from metrale.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
     from metrale.api import LLM
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     system = args.system
     overrides = sampling_overrides(args)
     with open_llm(args) as llm:
-        print(f"{llm.path.name}: {COMMANDS}", file=sys.stderr)
+        say(f"{llm.path.name}: {COMMANDS}")
         while (line := _read_line()) is not None:
             command, _, rest = line.strip().partition(" ")
             if not command:
@@ -49,19 +50,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _turn(llm: LLM, system: str | None, history: list[dict[str, str]], line: str, overrides: dict[str, object]) -> None:
+def _turn(llm: LLM, system: str | None, history: list[dict[str, str]], line: str, overrides: dict[str, Any]) -> None:
     """Answer one line. What was said before Ctrl-C stays in the history; a line that cannot be answered does not."""
     history.append({"role": "user", "content": line.rstrip("\n")})
     opening = [{"role": "system", "content": system}] if system else []
     said: list[str] = []
     try:
-        for delta in llm.chat([*opening, *history], stream=True, **overrides):
-            said.append(delta.text)
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+        with (
+            reading(llm) as bar,
+            closing(llm.chat([*opening, *history], stream=True, progress=bar.update, **overrides)) as deltas,
+        ):
+            for delta in deltas:
+                bar.close()
+                said.append(delta.text)
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print(" [stopped]", file=sys.stderr, end="")
-    except RequestError as error:
+    except (CapacityError, RequestError) as error:
         history.pop()
         print(f"{error} [{error.code}]", file=sys.stderr)
         return

@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from metrale.cli.options import model_arguments, open_llm, sampling_arguments, sampling_overrides, say
+from metrale.cli.options import model_arguments, open_llm, reading, sampling_arguments, sampling_overrides, say
 from metrale.errors import RequestError
 
 HELP = "continue a prompt (or answer it with --chat), streamed to stdout"
@@ -39,13 +39,17 @@ def run(args: argparse.Namespace) -> int:
             source = prompt
         overrides = sampling_overrides(args)
         if args.json:
-            print(json.dumps(asdict(llm.generate(source, **overrides)), ensure_ascii=False))
+            with reading(llm) as bar:
+                answer = llm.generate(source, progress=bar.update, **overrides)
+            print(json.dumps(asdict(answer), ensure_ascii=False))
             return 0
         result = None
-        for delta in llm.stream(source, **overrides):
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-            result = delta.result or result
+        with reading(llm) as bar:
+            for delta in llm.stream(source, progress=bar.update, **overrides):
+                bar.close()
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+                result = delta.result or result
         print()
     if result is not None:
         timings = result.timings

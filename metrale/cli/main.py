@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import sys
@@ -20,16 +21,10 @@ COMMANDS = ("generate", "chat", "inspect", "doctor", "pull")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    logging.basicConfig(
-        level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)],
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
     try:
-        env.check()
-        return int(args.run(args))
+        status = _run(argv)
+        sys.stdout.flush()  # a reader that has left is noticed here, not at exit
+        return status
     except MetraleError as error:
         print(f"metrale: {error} [{error.code}]", file=sys.stderr)
         return 1
@@ -40,6 +35,25 @@ def main(argv: list[str] | None = None) -> int:
         # The reader has left (`metrale generate ... | head`): nothing is wrong, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)],
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    _tolerant_streams()
+    env.check()
+    return int(args.run(args))
+
+
+def _tolerant_streams() -> None:
+    """Make bad bytes in, and characters the terminal cannot show, no crash: the former are refused later, with a sentence."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _parser() -> argparse.ArgumentParser:

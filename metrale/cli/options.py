@@ -61,6 +61,11 @@ def open_llm(args: argparse.Namespace) -> LLM:
         )
 
 
+def reading(llm: LLM) -> Progress:
+    """Return a bar for the reading of a prompt; one of a single chunk is read before an eye could follow."""
+    return Progress("reading", unit=" tokens", above=llm.config.chunk_tokens)
+
+
 def sampling_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options that were given."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -10,10 +10,12 @@ from typing import Any
 class Progress:
     """A bar on stderr when stderr is a terminal; silent otherwise.
 
-    `update(done, total)` takes absolute counts, as the loader and the puller report them.
+    `update(done, total)` takes absolute counts, as the loader and the puller report them. above: totals up to this show
+    nothing.
     """
 
-    def __init__(self, label: str, *, unit: str = "B") -> None:
+    def __init__(self, label: str, *, unit: str = "B", above: int = 0) -> None:
+        self._above = above
         self._label = label
         self._unit = unit
         self._bar: Any = None
@@ -21,7 +23,7 @@ class Progress:
 
     def update(self, done: int, total: int) -> None:
         """Show that `done` of `total` units are finished."""
-        if not self._shown:
+        if not self._shown or 0 < total <= self._above:
             return
         if self._bar is None:
             from tqdm import tqdm

@@ -20,6 +20,7 @@ from metrale.errors import CapacityError, DeviceError, MetraleError, RequestErro
 from metrale.log import get_logger
 from metrale.model.plan import StepFailure, StepResult, TokenResult
 from metrale.model.protocols import Model
+from metrale.model.sampler import row_sampling
 from metrale.text.stops import StopStrings
 from metrale.text.tokenizer import Tokenizer
 
@@ -32,30 +33,44 @@ _FAILURE_CLASSES: dict[str, type[MetraleError]] = {
 class Engine:
     """Runs many requests through one model, on the caller's thread."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None, eos_ids: Sequence[int], *, seed: int | None = None
+    ) -> None:
+        """Drive a model. seed: of requests that bring none (None: each draws its own)."""
         self._model = model
         self._tokenizer = tokenizer
         self._eos_ids = tuple(eos_ids)
+        self._seed = seed
         self._scheduler = Scheduler(model, self._eos_ids)
         self._next_request = 0
         self._open: dict[int, Request] = {}
+        self._stepping = False
+        self._doomed: list[Request] = []  # cancelled while a step ran
 
     @property
     def has_work(self) -> bool:
         """Say whether `step` would do anything."""
         return self._scheduler.has_work
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a prompt.
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `submit` would raise.
 
         Raises: RequestError for an empty prompt (``prompt.empty``), a token out of range (``prompt.token``), a prompt that
-        leaves no room in the context (``prompt.length``), stop strings without a tokenizer (``sampling.stop``);
-        CapacityError ``capacity.blocks`` for one the K/V pool can never hold.
+        leaves no room in the context (``prompt.length``), parameters that contradict (``sampling.NAME``), stop strings
+        without a tokenizer (``sampling.stop``); CapacityError ``capacity.blocks`` for a prompt the K/V pool can never hold.
         """
-        ids = tuple(int(i) for i in prompt_ids)
-        self._check_prompt(ids, params)
+        self._check_prompt(tuple(prompt_ids), params)
         params.validate(vocab=self._model.limits.vocab_size, max_context=self._model.limits.context_tokens)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        # Bans of end ids under min_tokens share a table with the bias, whose room is checked here and not in mid-flight.
+        row_sampling(params, prompt_len=len(prompt_ids), eos_ids=self._eos_ids, seed=0)
+        StopStrings(params.stop)
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt. Raises: as `check`."""
+        ids = tuple(int(i) for i in prompt_ids)
+        self.check(ids, params)
+        drawn = self._seed if self._seed is not None else secrets.randbits(63)
+        seed = params.seed if params.seed is not None else drawn
         self._next_request += 1
         request = Request(self._next_request, ids, params, seed)
         stops = StopStrings(params.stop) if params.stop else None
@@ -66,18 +81,33 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step and return the requests that gained something (see `Request.take_deltas`)."""
+        self._stepping = True
+        try:
+            return self._step()
+        finally:
+            self._stepping = False
+            while self._doomed:
+                self.cancel(self._doomed.pop())
+
+    def _step(self) -> list[Request]:
         plan = self._scheduler.plan()
         now = time.perf_counter()
         running = self._scheduler.by_seq()
         for spec in plan.admit:
             request = running[spec.seq_id].request
             request.started = request.started if request.started is not None else now
-        result = self._model.execute(plan)
-        for chunk in plan.chunks:
-            if not any(chunk.seq_id in failure.seq_ids for failure in result.failures):
-                running[chunk.seq_id].prefilled = chunk.stop
-        touched = self._deliver(result, running)
-        self._handle_failures(result.failures, running, touched)
+        try:
+            result = self._model.execute(plan)
+            self._scheduler.retired(plan.retire)
+            for chunk in plan.chunks:
+                if not any(chunk.seq_id in failure.seq_ids for failure in result.failures):
+                    running[chunk.seq_id].prefilled = chunk.stop
+            touched = self._deliver(result, running)
+            self._handle_failures(result.failures, running, touched)
+        except BaseException:
+            # Ctrl-C, say: the model may be a token ahead of the choices, so all start again from the tokens they have.
+            self._scheduler.requeue_all()
+            raise
         for request in touched.values():
             if request.finished:
                 request.ended = time.perf_counter()
@@ -85,7 +115,13 @@ class Engine:
         return list(touched.values())
 
     def cancel(self, request: Request) -> None:
-        """End a request where it stands; its result says "cancelled". Harmless when it has ended."""
+        """End a request where it stands; its result says "cancelled". Harmless when it has ended.
+
+        Within a step (the garbage collector may close an abandoned stream there) it takes effect when the step has ended.
+        """
+        if self._stepping:
+            self._doomed.append(request)
+            return
         for choice in request.choices:
             if not choice.finished:
                 self._end(choice, "cancelled")
@@ -100,8 +136,12 @@ class Engine:
 
     def drain(self) -> None:
         """Free the sequences of ended requests without running others (used when no further step follows)."""
-        for seq_id in self._scheduler.take_retired():
+        if self._stepping:
+            return
+        gone = self._scheduler.retiring
+        for seq_id in gone:
             self._model.free_sequence(seq_id)
+        self._scheduler.retired(gone)
 
     def run(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> None:
         """Step until the given requests are finished; an exception (Ctrl-C) cancels them first, then propagates."""
@@ -109,18 +149,13 @@ class Engine:
             while not all(request.finished for request in requests):
                 self.step()
                 if progress is not None:
-                    progress(sum(self._prefilled(r) for r in requests), sum(len(r.prompt_ids) for r in requests))
+                    progress(sum(r.prompt_done for r in requests), sum(len(r.prompt_ids) for r in requests))
         except BaseException:
             for request in requests:
                 self.cancel(request)
             self.drain()
             raise
         self.drain()
-
-    @staticmethod
-    def _prefilled(request: Request) -> int:
-        done = request.finished or request.choices[0].output
-        return len(request.prompt_ids) if done else min(request.choices[0].prefilled, len(request.prompt_ids))
 
     def _check_prompt(self, ids: tuple[int, ...], params: SamplingParams) -> None:
         limits = self._model.limits
@@ -189,10 +224,10 @@ class Engine:
         choice.output.append(token.token)
         if token.logprob is not None:
             choice.logprobs.append(TokenLogprob(token.token, token.logprob, token.top))
-        text, stop = choice.text.push(token.token)
+        text, stop = choice.text.push(token.token, may_stop=len(choice.output) >= params.min_tokens)
         if stop is not None:
             return self._end(choice, "stop", stop, text)
-        room = self._model.limits.context_tokens - len(choice.tokens)
+        room = self._model.limits.context_tokens - len(request.prompt_ids) - len(choice.output)
         if room <= 0 or (params.max_tokens is not None and len(choice.output) >= params.max_tokens):
             return self._end(choice, "length", None, text)
         self._emit(choice, text)

@@ -77,6 +77,13 @@ class Request:
         """Say whether nothing more will come."""
         return self.error is not None or all(choice.finished for choice in self.choices)
 
+    @property
+    def prompt_done(self) -> int:
+        """Return how many prompt tokens have been read."""
+        first = self.choices[0]
+        whole = len(self.prompt_ids)
+        return whole if self.finished or first.output else min(first.prefilled, whole)
+
     def take_deltas(self) -> Sequence[Delta]:
         """Return and forget the pieces that came since the last call."""
         taken, self.deltas = self.deltas, []

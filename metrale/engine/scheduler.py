@@ -8,6 +8,7 @@ its text does not change.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from metrale.engine.request import Choice, Request
 from metrale.model.plan import Chunk, Fork, RowSampling, SequenceSpec, StepPlan
@@ -52,7 +53,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Return the next step: sequences to retire and admit, at most one chunk, and every choice ready to decode."""
-        retire, self._retire = tuple(self._retire), []
+        retire = tuple(self._retire)
         decode = tuple(c.seq_id for c in self._running if c.ready and c.seq_id is not None)
         admit = self._admit(len(retire))
         chunk = self._chunk()
@@ -61,7 +62,10 @@ class Scheduler:
 
     def fork_plan(self, parent: Choice) -> StepPlan | None:
         """Return the forks of a request whose first choice has just been prefilled, as many as there are rows."""
-        siblings = [c for c in parent.request.choices[1:] if c.seq_id is None and not c.finished]
+        waiting = set(map(id, self._waiting))  # after an interrupt they may be queued already
+        siblings = [
+            c for c in parent.request.choices[1:] if c.seq_id is None and not c.finished and id(c) not in waiting
+        ]
         at = len(parent.request.prompt_ids) - 1
         fits = siblings[: self._model.free_rows]
         # What does not fit now is prefilled on its own later: the same tokens and draws, only slower.
@@ -87,10 +91,15 @@ class Scheduler:
             self._retire.append(choice.seq_id)
             choice.seq_id = None
 
-    def take_retired(self) -> tuple[int, ...]:
-        """Return and forget the sequences that wait to be retired."""
-        taken, self._retire = tuple(self._retire), []
-        return taken
+    @property
+    def retiring(self) -> tuple[int, ...]:
+        """Return the sequences that wait to be retired."""
+        return tuple(self._retire)
+
+    def retired(self, seq_ids: Iterable[int]) -> None:
+        """Forget sequences that the model has freed; until then every plan names them, so an interrupt loses none."""
+        gone = set(seq_ids)
+        self._retire = [seq_id for seq_id in self._retire if seq_id not in gone]
 
     def preempt(self, keep: Choice | None = None) -> Choice | None:
         """Send the youngest running choice (but not `keep`) back to the front of the queue; None when there is no other."""
@@ -104,7 +113,14 @@ class Scheduler:
         """Put a choice back to the front of the queue; it starts again from its tokens."""
         self.release(choice)
         choice.prefilled, choice.ready = 0, False
+        if choice.index == 0 and not choice.output:
+            choice.request.prompt_logprobs.clear()  # its prompt is read again from the start
         self._waiting.appendleft(choice)
+
+    def requeue_all(self) -> None:
+        """Put every running choice back, in order: what a step did before it was interrupted is not known."""
+        for choice in reversed(tuple(self._running)):
+            self.requeue(choice)
 
     def _take_seq_id(self) -> int:
         self._next_seq += 1

@@ -24,11 +24,19 @@ class TextOutput:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
-    def push(self, token_id: int) -> tuple[str, str | None]:
-        """Take a token; return the text that may be shown now, and the stop string it completed, if any."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Take a token; return the text that may be shown now, and the stop string it completed, if any.
+
+        may_stop: False for tokens before `min_tokens`, in which stop strings are not looked for.
+        """
         if self._detokenizer is None:
             return "", None
-        return self._match(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if may_stop:
+            return self._match(text)
+        if text:
+            self._pieces.append(text)
+        return text, None
 
     def finish(self) -> tuple[str, str | None]:
         """End the text; return what was held back, and a stop string that its last character completed, if any.
