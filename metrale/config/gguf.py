@@ -201,6 +201,10 @@ def _window(read: _Keys, config: dict[str, Any]) -> None:
     if window is None:
         window = _WINDOW_DEFAULT.get(read.arch)
     if not window:
+        if read.arch in ("gemma2", "gemma3", "mistral"):  # an absent key would mean their class's default
+            config["sliding_window"] = None
+        if read.arch in ("gemma2", "gemma3"):
+            config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
         return
     config["sliding_window"] = window
     layers = config["num_hidden_layers"]

@@ -70,6 +70,22 @@ def test_int8_activations_stay_near_float_ones(case: Case, form: str, tmp_path: 
     assert 0 < np.abs(near - exact).max() <= 0.1 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
+def test_int8_products_of_the_cpu_equal_the_reference(case: Case, tmp_path: Path) -> None:
+    """Integer sums are exact, so the two differ by float roundings, and where one of those flips a quantized value."""
+    from metrale.backends.cpu.backend import CpuBackend
+    from tests.families import gguf_files
+
+    path, ids = gguf_files.write(build(case), tmp_path / "tiny.gguf", block_format="q4_1"), prompt(length=19)
+    want = driver.logits(path, ReferenceBackend(activations="int8"), ids)
+    backend = CpuBackend(threads=2, activations="int8")
+    try:
+        got = driver.logits(path, backend, ids)
+    finally:
+        backend.close()
+    assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("form", ["q8_0", "q4_0", "q5_1"])
 def test_packed_logits_equal_transformers_with_the_same_rounded_weights(form: str, tmp_path: Path) -> None:
     import torch

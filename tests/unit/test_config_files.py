@@ -138,6 +138,13 @@ def test_gguf_gemma_conventions() -> None:
     assert (s.layers[0].attention.softcap, s.logit_softcap, s.layers[0].attention.scale) == (50.0, 30.0, 8**-0.5)
 
 
+@pytest.mark.parametrize(
+    ("arch", "window"), [("gemma3", None), ("gemma3", 0), ("gemma2", 0), ("mistral", None), ("llama", None)]
+)
+def test_gguf_without_a_window_has_none(arch: str, window: int | None) -> None:
+    assert {layer.attention.window for layer in spec(arch, **{"attention.sliding_window": window}).layers} == {None}
+
+
 def test_gguf_sliding_llama_is_mistral() -> None:
     s = spec("llama", **{"attention.sliding_window": 32})
     assert s.family == "mistral"
