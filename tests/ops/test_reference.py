@@ -11,7 +11,7 @@ import pytest
 from metrale.backends.base import Backend
 from metrale.backends.reference import ReferenceBackend, host_memory
 from metrale.errors import ConfigError, DeviceError, UnsupportedError
-from tests.helpers import down, poisoned, poisoned_kv, random_part, up, up_batch
+from tests.helpers import down, floats, poisoned, poisoned_kv, random_part, round_to, up, up_batch
 
 
 def test_options() -> None:
@@ -28,6 +28,21 @@ def test_fresh_memory_is_poison(dtype: str) -> None:
     backend = ReferenceBackend(activation_dtype=dtype)
     assert np.isnan(down(backend, backend.alloc((3, 5), dtype))).all()
     assert (backend.download(backend.alloc((7,), "i32")) == -1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_norms_round_before_or_after_the_weight(dtype: str) -> None:
+    backend = ReferenceBackend(activation_dtype=dtype)
+    rng = np.random.default_rng(1)
+    x, weight = floats(backend, rng, 9, 57), rng.standard_normal(57).astype(np.float32)
+    unit = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + np.float32(1e-5))
+    device = up(backend, x), up(backend, weight, "f32")
+    wants = {True: round_to(round_to(unit, dtype) * weight, dtype), False: round_to(unit * weight, dtype)}
+    assert (wants[True] != wants[False]).any()
+    for cast_first, want in wants.items():
+        out = poisoned(backend, 9, 57)
+        backend.stream.ops.rms_norm(out, *device, eps=1e-5, offset=0.0, cast_first=cast_first)
+        np.testing.assert_array_equal(down(backend, out), want)
 
 
 def test_ids_out_of_range_are_named(reference: Backend) -> None:

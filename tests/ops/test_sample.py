@@ -160,6 +160,14 @@ def test_top_p_ties_go_to_the_lowest_ids(backend: Backend) -> None:
     assert chosen_ids(backend, np.log([2, 4, 2, 4, 2]).tolist(), temperature=1.0, top_p=0.8) == {0, 1, 2, 3}
 
 
+def test_long_ties_go_to_the_lowest_ids(backend: Backend) -> None:
+    """Hundreds of equal logits, past any block a kernel works in."""
+    logits = np.zeros(700)
+    logits[600] = 1e-3
+    assert chosen_ids(backend, logits.tolist(), temperature=1.0, top_k=7) == {600, 0, 1, 2, 3, 4, 5}
+    assert chosen_ids(backend, logits.tolist(), temperature=1.0, top_p=6.5 / 700) == {600, 0, 1, 2, 3, 4, 5}
+
+
 def test_top_p_counts_what_top_k_left(backend: Backend) -> None:
     """Of 4, 3, 2, 1: top-k 2 leaves 4/7 and 3/7, and 4/7 reaches 0.5; over all four it would not."""
     logits = np.log([4, 3, 2, 1]).tolist()
