@@ -10,9 +10,9 @@ import numpy as np
 
 from metrale.backends.base import BLOCK_TOKENS, Backend, RowBatch
 from metrale.config.spec import ModelSpec
-from metrale.families.opening import open_model
 from metrale.layers.stack import DenseModel
 from metrale.weights.loader import load_weights
+from tests.families.opened import open_model
 
 
 def load(path: Path, backend: Backend, max_context: int | None = None) -> DenseModel:

@@ -9,10 +9,10 @@ import pytest
 
 from metrale import hub
 from metrale.backends.reference import ReferenceBackend
-from metrale.families.opening import open_model
 from metrale.weights.loader import count_not_finite
 from metrale.weights.preflight import preflight
 from tests.families import driver
+from tests.families.opened import open_model
 
 NAME = "smollm2-135m"
 pytestmark = pytest.mark.model

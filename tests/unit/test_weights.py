@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 from metrale.backends.base import Comm
 from metrale.backends.reference import ReferenceBackend
 from metrale.errors import UnsupportedError, WeightError
-from metrale.families.opening import open_model
 from metrale.formats.tensor import TensorView
 from metrale.weights.loader import Weights, count_not_finite, load_weights
 from metrale.weights.preflight import Preflight, preflight
+from tests.families.opened import open_model
 
 CONFIG = {
     "model_type": "llama",
