@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metrale.backends.base import Backend
+from metrale.backends.cpu.backend import CpuBackend
+from metrale.backends.cpu.comm import thread_group
 from metrale.backends.reference import ReferenceBackend, ReferenceComm
 from metrale.errors import UnsupportedError
 from tests.families import driver
@@ -32,31 +35,40 @@ CASES = (
 )  # fmt: skip
 
 
-def on_ranks(path: Path, ids: list[int], size: int) -> list[Any]:
+def ranks(kind: str, size: int) -> list[Backend]:
+    if kind == "reference":
+        return [ReferenceBackend(comm=comm) for comm in ReferenceComm.group(size)]
+    return [CpuBackend(threads=1, comm=comm) for comm in thread_group(size)]
+
+
+def on_ranks(path: Path, ids: list[int], size: int, kind: str = "reference") -> list[Any]:
     """Return each rank's logits, or the exception it ended with."""
-    group = ReferenceComm.group(size)
+    backends = ranks(kind, size)
     found: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         try:
-            found[rank] = driver.logits(path, ReferenceBackend(comm=group[rank]), ids)
+            found[rank] = driver.logits(path, backends[rank], ids)
         except Exception as error:  # noqa: BLE001 - shown by the test
             found[rank] = error
-            group[rank].abort()
+            backends[rank].comm.abort()  # type: ignore[attr-defined]
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    for backend in backends:
+        backend.close()
     return found
 
 
+@pytest.mark.parametrize("kind", ["reference", "cpu"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_two_ranks_equal_one(case: Case, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(case: Case, kind: str, tmp_path: Path) -> None:
     path, ids = save(build(case), tmp_path), prompt(length=37)
     want = driver.logits(path, ReferenceBackend(), ids)
-    for got in on_ranks(path, ids, 2):
+    for got in on_ranks(path, ids, 2, kind):
         assert isinstance(got, np.ndarray), got
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
@@ -68,3 +80,36 @@ def test_ranks_that_do_not_divide_are_refused(change: dict[str, int], size: int,
         assert isinstance(error, UnsupportedError)
         assert error.code == "weights.shard"
         assert "use fewer ranks" in str(error)
+
+
+WIDE = {
+    "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 102, "attention_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["reference", "cpu"])
+def test_two_ranks_share_packed_weights_on_block_bounds(kind: str, tmp_path: Path) -> None:
+    """A GGUF file: q and k rows are put back in order within each rank's heads, columns are cut between blocks."""
+    pytest.importorskip("gguf", reason="the fixture is written by the gguf package")
+    from tests.families import gguf_files
+
+    path = gguf_files.write(build(Case("llama", "Llama", WIDE)), tmp_path / "tiny.gguf", block_format="q5_0")
+    ids = prompt(length=21)
+    want = driver.logits(path, ReferenceBackend(), ids)
+    for got in on_ranks(path, ids, 2, kind):
+        assert isinstance(got, np.ndarray), got
+        np.testing.assert_allclose(got, want, rtol=0, atol=(1e-5 if kind == "reference" else 0.05) * np.abs(want).max())
+
+
+def test_columns_that_cut_a_block_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the fixture is written by the gguf package")
+    from tests.families import gguf_files
+
+    odd = Case("llama", "Llama", {**WIDE, "intermediate_size": 160})  # 80 columns a rank, blocks of 32
+    path = gguf_files.write(build(odd), tmp_path / "tiny.gguf", block_format="q8_0")
+    for error in on_ranks(path, prompt(length=5), 2):
+        assert isinstance(error, UnsupportedError)
+        assert error.code == "weights.shard"
+        assert "ffn_down.weight" in str(error)
+        assert "format's 32" in str(error)
