@@ -6,8 +6,10 @@ has these sets the fast tests cover them too.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -321,12 +323,16 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 
 def build(tmp_path: Path, compiler: str, sources: dict[str, list[str]], define: str = "") -> Path:
     """Compile each source with its own flags and link the digest program; `define` sets the feature bits."""
-    objects = []
-    for i, (source, flags) in enumerate({"features.c": [define] if define else [], "pack_host.c": [], **sources}.items()):
-        objects.append(str(tmp_path / f"{i}.o"))
-        subprocess.run([compiler, *FLAGS, *flags, "-c", str(KERNELS / source), "-o", objects[-1]], check=True)
+    units = {"features.c": [define] if define else [], "pack_host.c": [], **sources}
+    objects = {source: str(tmp_path / f"{source}.o") for source in units}
+    commands = [
+        [compiler, *FLAGS, *flags, "-c", str(KERNELS / source), "-o", objects[source]] for source, flags in units.items()
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(subprocess.run, command, check=True) for command in commands]:
+            done.result()
     program = tmp_path / "variant_bits"
-    subprocess.run([compiler, *FLAGS, str(HERE / "variant_bits.c"), *objects, "-lm", "-o", str(program)], check=True)
+    subprocess.run([compiler, *FLAGS, str(HERE / "variant_bits.c"), *objects.values(), "-lm", "-o", str(program)], check=True)
     return program
 
 
