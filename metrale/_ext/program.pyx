@@ -63,7 +63,7 @@ cdef int buffer_word(object name, Py_ssize_t place, object array, int64_t *out, 
     expected = extent = view.itemsize
     for i in range(view.ndim - 1, -1, -1):
         if view.shape[i] > 1:
-            if view.strides[i] < expected or (i > 0 and view.strides[i] != expected):
+            if view.strides[i] < expected or (view.strides[i] != expected and (i > 0 or view.ndim == 1)):
                 rows = False
             extent += (view.shape[i] - 1) * view.strides[i]
         elif view.shape[i] == 0:

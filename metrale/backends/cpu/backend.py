@@ -54,7 +54,7 @@ class CpuBackend(Backend):
         self.comm: Comm = SoloComm() if comm is None else comm
         self.isa = choose_isa(isa)
         self.threads = choose_threads(threads)
-        self.team = Team(self.threads.threads)
+        self.team = Team(self.threads.count)
         self.arena = Arena()
         self.recording: set[CpuStream] = set()  # streams with an open capture
         self._deferred = chosen == "deferred"
@@ -64,7 +64,7 @@ class CpuBackend(Backend):
         self._pinned: list[Any] = []
         self._streams: list[CpuStream] = []
         self._stream = self._make_stream()
-        log.info("CPU backend: threads %s; instruction set %s", self.threads.reason, self.isa)
+        log.info("CPU backend: %d threads (%s), instruction set %s", self.threads.count, self.threads.reason, self.isa)
 
     # -- every call --
 

@@ -108,5 +108,5 @@ class CommOps(Emitter):
 
 def _check(op: str, what: str, x: Any, dtype: Any) -> None:
     if x.dtype != dtype or not x.flags.c_contiguous:
-        raise DeviceError(f"{op}: expected {what} as contiguous {np.dtype(dtype)}, got {x.dtype} with strides {x.strides}; copy "
-                          "it first", code="op.dtype")
+        message = f"{op}: expected {what} as contiguous {np.dtype(dtype)}, got {x.dtype} with strides {x.strides}; copy it first"
+        raise DeviceError(message, code="op.dtype")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from metrale import env
 from metrale.backends.cpu import cgroup
@@ -20,10 +20,11 @@ from metrale.errors import ConfigError
 MAX_THREADS = 1024
 
 
-class ThreadChoice(NamedTuple):
-    """A number of threads and the sentence that explains it."""
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """A number of threads and what it comes from."""
 
-    threads: int
+    count: int
     reason: str
 
 
@@ -74,13 +75,13 @@ def choose_threads(requested: int | None = None, *, root: Path = cgroup.ROOT,
     Raises: ConfigError (``engine.threads``) for a number outside 1 to 1024 or text that is no number.
     """
     if requested is not None:
-        return ThreadChoice(_checked(requested, "threads"), f"{requested}: the engine option `threads`")
+        return ThreadChoice(_checked(requested, "threads"), "the engine option `threads`")
     text = env.get("METRALE_THREADS")
     if not text.strip().isdigit():
         raise ConfigError(f"METRALE_THREADS: expected a number, got {text!r}; unset it to let metrale choose",
                           code="engine.threads")
     if int(text) > 0:
-        return ThreadChoice(_checked(int(text), "METRALE_THREADS"), f"{int(text)}: METRALE_THREADS")
+        return ThreadChoice(_checked(int(text), "METRALE_THREADS"), "METRALE_THREADS")
     allowed = affinity() if processors is None else processors
     cores = physical_cores(allowed, root)
     quota = cgroup.cpu_quota(root)
@@ -90,4 +91,4 @@ def choose_threads(requested: int | None = None, *, root: Path = cgroup.ROOT,
         # Rounded down: a thread beyond the quota is stopped for the rest of each period, and the others wait for it.
         count = max(1, min(cores, math.floor(quota)))
         reason += f", cgroup quota {quota:g} processors"
-    return ThreadChoice(min(count, MAX_THREADS), f"{min(count, MAX_THREADS)}: {reason}")
+    return ThreadChoice(min(count, MAX_THREADS), reason)

@@ -23,6 +23,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 
 #include "futex.h"
 
@@ -155,6 +156,7 @@ static void mt_wait(mt_team *t, uint32_t seen, uint32_t role) {
 
 static void *mt_worker(void *arg) {
     mt_team *t = arg;
+    prctl(PR_SET_NAME, "metrale-worker");
     for (;;) {
         uint32_t seen = atomic_load_explicit(&t->epoch, memory_order_acquire);
         if (atomic_load(&t->stop)) return NULL;
