@@ -63,7 +63,7 @@ def attempt(call: Callable[[], T]) -> T | None:
     return None
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.sampled_from(VALUES), st.data())
 def test_a_damaged_config_gives_a_spec_or_our_error(config: dict[str, Any], data: st.DataObject) -> None:
     changed = dict(config)
@@ -97,7 +97,7 @@ ROPE_KEYS = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.sampled_from(["yarn", "linear", "llama3", "longrope", "dynamic"]), st.data())
 def test_a_damaged_rope_gives_finite_tables_or_our_error(kind: str, data: st.DataObject) -> None:
     import numpy as np
@@ -126,7 +126,7 @@ def test_a_damaged_rope_gives_finite_tables_or_our_error(kind: str, data: st.Dat
     assert np.isfinite(table).all()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.sampled_from(sorted(ARCHITECTURES)), st.data())
 def test_damaged_gguf_metadata_gives_a_spec_or_our_error(arch: str, data: st.DataObject) -> None:
     found = metadata(arch)
