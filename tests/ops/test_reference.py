@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from metrale.backends.base import Backend
-from metrale.backends.reference import ReferenceBackend, host_memory
+from metrale.backends.reference import ReferenceBackend
 from metrale.errors import ConfigError, DeviceError, UnsupportedError
 from tests.helpers import down, floats, poisoned, poisoned_kv, random_part, round_to, up, up_batch
 
@@ -85,18 +82,3 @@ def test_an_unknown_norm_scope(reference: Backend) -> None:
     x, w = poisoned(reference, 1, 1, 8), poisoned(reference, 8)
     with pytest.raises(UnsupportedError):
         reference.stream.ops.qk_norm(x, x, w, w, eps=1e-6, offset=0.0, cast_first=False, scope="row")
-
-
-def test_host_memory_is_the_smaller_of_machine_and_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def write(name: str, text: str) -> Any:
-        (tmp_path / name).write_text(text)
-        return tmp_path / name
-
-    monkeypatch.setattr(host_memory, "_MEMINFO", write("meminfo", "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\n"))
-    monkeypatch.setattr(host_memory, "_CGROUPS", ((write("max", "max\n"), write("current", "99\n")),))
-    assert host_memory.host_memory() == (600 * 1024, 1000 * 1024)
-    write("max", str(400 * 1024))
-    assert host_memory.host_memory() == (400 * 1024, 400 * 1024)
-    write("current", str(300 * 1024))
-    monkeypatch.setattr(host_memory, "_MEMINFO", write("meminfo", "MemTotal: 1000 kB\nMemAvailable: 100 kB\n"))
-    assert host_memory.host_memory() == (100 * 1024, 400 * 1024)

@@ -10,14 +10,15 @@ import numpy as np
 
 from metrale import env
 from metrale.backends.base import BLOCK_TOKENS, Backend, Comm, KVLayer, PackedWeight, SoloComm, Stream, WeightPart, check_shape
+from metrale.backends.cpu import cgroup  # the host is the device here too
 from metrale.backends.reference.arrays import load
-from metrale.backends.reference.host_memory import host_memory
 from metrale.backends.reference.stream import ReferenceStream
 from metrale.backends.reference.weight import ReferenceWeight
 from metrale.dtypes import ITEMSIZE, numpy_dtype
 from metrale.errors import CapacityError, ConfigError, DeviceError
 
 ACTIVATION_DTYPES = ("f32", "bf16", "f16")
+CHECKED_FROM_BYTES = 64 << 20  # asking how much memory is free means reading files: only for large requests
 
 
 class ReferenceBackend(Backend):
@@ -129,7 +130,7 @@ class ReferenceBackend(Backend):
 
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes of the machine or its cgroup."""
-        return host_memory()
+        return cgroup.memory()
 
     # -- weights --
 
@@ -172,7 +173,7 @@ def _allocate(shape: Sequence[int], dtype: str, *, fill: int) -> Any:
     for size in shape:
         count *= int(size)
     nbytes = count * ITEMSIZE[dtype]
-    free, _ = host_memory()
+    free = cgroup.memory()[0] if nbytes >= CHECKED_FROM_BYTES else nbytes
     if nbytes > free:
         raise CapacityError(
             f"alloc: expected at most {free} free bytes, got a request for {nbytes}; use a smaller model, context or batch",
