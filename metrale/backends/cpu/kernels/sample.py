@@ -23,6 +23,7 @@ FEW = 1024  # candidates that are scored one by one
 M0, M1, W0, W1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57), np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 FOUR, SIX, EIGHT = np.uint64(4), np.uint64(6), np.uint64(8)
+DRAW = np.uint64(0)  # the purpose of the noise of a draw
 LN2 = 0.6931471805599453
 # Helpers are inlined; without entry points of their own they compile in half the time.
 HELPER: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -253,13 +254,13 @@ def _two_rounds(c0, c1, c2, c3, k0, k1):
 
 
 @njit(**HELPER, forceinline=True)
-def _philox(block, place, choice, k0, k1):
-    """Return the four words of Philox4x32-10 for counter (block, place, choice, 0).
+def _philox(block, place, choice, purpose, k0, k1):
+    """Return the four words of Philox4x32-10 for counter (block, place, choice, purpose).
 
     Written without a loop, so that the loops around it become vector code.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
     """
-    c0, c1, c2, c3 = _two_rounds(np.uint64(block), place, choice, np.uint64(0), k0, k1)
+    c0, c1, c2, c3 = _two_rounds(np.uint64(block), place, choice, purpose, k0, k1)
     c0, c1, c2, c3 = _two_rounds(c0, c1, c2, c3, (k0 + W0 + W0) & LOW, (k1 + W1 + W1) & LOW)
     c0, c1, c2, c3 = _two_rounds(c0, c1, c2, c3, (k0 + FOUR * W0) & LOW, (k1 + FOUR * W1) & LOW)
     c0, c1, c2, c3 = _two_rounds(c0, c1, c2, c3, (k0 + SIX * W0) & LOW, (k1 + SIX * W1) & LOW)
@@ -280,7 +281,7 @@ def _word(words, lane):
 @njit(**HELPER)
 def _score(logits, token, temperature, place, choice, k0, k1):
     """Return logit / temperature + noise of one token."""
-    x = _word(_philox(token >> 2, place, choice, k0, k1), token & 3)
+    x = _word(_philox(token >> 2, place, choice, DRAW, k0, k1), token & 3)
     return np.float64(logits[token]) / temperature + _gumbel(x)
 
 
@@ -302,7 +303,7 @@ def _draw(logits, ids, count, top, temperature, min_p, place, choice, k0, k1):
 def _noise(block, count, place, choice, k0, k1, noise):
     """Write the Philox words of `count` blocks of four tokens."""
     for j in range(count):
-        w0, w1, w2, w3 = _philox(block + j, place, choice, k0, k1)
+        w0, w1, w2, w3 = _philox(block + j, place, choice, DRAW, k0, k1)
         noise[4 * np.uint64(j)] = np.int32(w0)
         noise[4 * np.uint64(j) + np.uint64(1)] = np.int32(w1)
         noise[4 * np.uint64(j) + np.uint64(2)] = np.int32(w2)
