@@ -5,6 +5,7 @@ means that the rest is there. Waiting releases the GIL, and asks the caller's `p
 device would otherwise mean waiting for a number that never comes.
 """
 
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
@@ -91,7 +92,8 @@ cdef class RingReader:
                         mt_pause()
                 else:
                     nanosleep(&pause_for, NULL)
-            over = poll is not None and bool(poll())  # the GIL is held here: signals are seen too
+            PyErr_CheckSignals()
+            over = poll is not None and bool(poll())
             if over and mt_load_acquire(word) != number:
                 raise DeviceError(f"result ring: expected result {number} at the end of its step, got {mt_load_acquire(word)}; the step "
                                   "did not run to its end", code="result.missing")

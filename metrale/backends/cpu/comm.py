@@ -100,6 +100,9 @@ class CommOps(Emitter):
     def broadcast(self, x: Any, *, root: int = 0) -> None:
         """Copy the root's x (contiguous) to every rank."""
         _check("broadcast", "x", x, x.dtype)
+        if not 0 <= root < self.comm.size:
+            raise DeviceError(f"broadcast: expected a root among {self.comm.size} ranks, got {root}; this is a bug in the caller",
+                              code="op.args")
         group = self._group("broadcast")
         if group is not None:
             args = (group.address, self.comm.rank, x, x.nbytes, root)
