@@ -101,7 +101,7 @@ class CommOps(Emitter):
         """Copy the root's x (contiguous) to every rank."""
         _check("broadcast", "x", x, x.dtype)
         if not 0 <= root < self.comm.size:
-            raise DeviceError(f"broadcast: expected a root among {self.comm.size} ranks, got {root}; this is a bug in the caller",
+            raise DeviceError(f"broadcast: expected a root among {self.comm.size} ranks, got {root}; correct it",
                               code="op.args")
         group = self._group("broadcast")
         if group is not None:
@@ -111,5 +111,5 @@ class CommOps(Emitter):
 
 def _check(op: str, what: str, x: Any, dtype: Any) -> None:
     if x.dtype != dtype or not x.flags.c_contiguous:
-        message = f"{op}: expected {what} as contiguous {np.dtype(dtype)}, got {x.dtype} with strides {x.strides}; copy it first"
+        message = f"{op}: expected {what} as contiguous {np.dtype(dtype)}, got {x.dtype} with strides {x.strides}; copy it"
         raise DeviceError(message, code="op.dtype")
