@@ -82,7 +82,8 @@ cdef class RingReader:
             if seen == number:
                 return
             if seen > number:
-                raise DeviceError(f"result ring: expected result {number}, but result {seen} has taken its entry; read results before "
+                raise DeviceError(f"result ring: expected result {number}, "
+                                  f"but result {seen} has taken its entry; read results before "
                                   f"{self.depth} more are launched", code="result.missing")
             with nogil:
                 if now_ns() - start < SPIN_NS:
@@ -95,10 +96,12 @@ cdef class RingReader:
             PyErr_CheckSignals()
             over = poll is not None and bool(poll())
             if over and mt_load_acquire(word) != number:
-                raise DeviceError(f"result ring: expected result {number} at the end of its step, got {mt_load_acquire(word)}; the step "
+                raise DeviceError(f"result ring: expected result {number} at the end of its step, "
+                                  f"got {mt_load_acquire(word)}; the step "
                                   "did not run to its end", code="result.missing")
             if now_ns() > deadline:
-                raise DeviceError(f"result ring: expected result {number} within {timeout_s:g} s, got none; the device hangs or is "
+                raise DeviceError(f"result ring: expected result {number} within {timeout_s:g} s, "
+                                  f"got none; the device hangs or is "
                                   "overloaded", code="result.timeout")
 
     def read(self, int32_t number, int rows) -> tuple[list[int], int]:
@@ -110,7 +113,8 @@ cdef class RingReader:
         cdef const int32_t *ids
         cdef int i
         if number <= 0 or mt_load_acquire(head) != number or rows < 0 or head[1] < rows or rows > self.ids.shape[1]:
-            raise DeviceError(f"result ring: expected result {number} of {rows} rows, got {head[0]} of {head[1]}; wait for it first",
+            raise DeviceError(f"result ring: expected result {number} of {rows} rows, "
+                              f"got {head[0]} of {head[1]}; wait for it first",
                               code="result.missing")
         if rows == 0:
             return [], head[2]

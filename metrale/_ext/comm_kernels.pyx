@@ -40,7 +40,8 @@ cdef class Group:
 
     def __cinit__(self, int size, double timeout_s):
         if size < 1 or size > MT_COMM_MAX_RANKS or not timeout_s > 0:
-            raise DeviceError(f"comm: expected 1 to {MT_COMM_MAX_RANKS} ranks and a positive timeout, got {size} and {timeout_s}; "
+            raise DeviceError(f"comm: expected 1 to {MT_COMM_MAX_RANKS} ranks and a positive timeout, "
+                              f"got {size} and {timeout_s}; "
                               "correct them", code="device.comm")
         self.group = mt_group_create(size, <int64_t>(min(timeout_s, 1e6) * 1e9))
         if self.group == NULL:

@@ -78,7 +78,8 @@ cdef int buffer_word(object name, Py_ssize_t place, object array, int64_t *out, 
                           f"{getattr(array, 'strides', None)} for shape {getattr(array, 'shape', None)}; copy it first",
                           code="op.layout")
     if not inside:
-        raise CaptureError(f"{name}: expected memory of this backend as argument {place} inside a capture, got an unknown address; "
+        raise CaptureError(f"{name}: expected memory of this backend as argument {place} inside a capture, "
+                           f"got an unknown address; "
                            "allocate it with Backend.alloc before the capture", code="capture.address")
     return 0
 
@@ -105,7 +106,8 @@ cdef int check_op(object name, uintptr_t fn, int64_t tiles, Py_ssize_t words) ex
     if fn == 0:
         raise DeviceError(f"{name}: expected a kernel, got a null address; this is a bug in the backend", code="op.args")
     if tiles < 0 or tiles > MT_MAX_TILES:
-        raise DeviceError(f"{name}: expected 0 to {MT_MAX_TILES} tiles, got {tiles}; cut the op into larger tiles", code="op.args")
+        raise DeviceError(f"{name}: expected 0 to {MT_MAX_TILES} tiles, "
+                          f"got {tiles}; cut the op into larger tiles", code="op.args")
     if words > STACK_ARGS:
         raise DeviceError(f"{name}: expected at most {STACK_ARGS} arguments, got {words}; pass a table", code="op.args")
     return 0
@@ -192,7 +194,8 @@ cdef class Program:
         if index < 0 or index >= self.count:
             raise IndexError(index)
         cdef const char *words = <const char *>self.ops[index].args
-        return self.names[index], <uintptr_t>self.ops[index].fn, self.ops[index].tiles, words[:8 * <Py_ssize_t>self.words[index]]
+        cdef Py_ssize_t nbytes = 8 * <Py_ssize_t>self.words[index]
+        return self.names[index], <uintptr_t>self.ops[index].fn, self.ops[index].tiles, words[:nbytes]
 
     def kept_args(self, Py_ssize_t index) -> tuple:
         """Return the argument objects of one op."""

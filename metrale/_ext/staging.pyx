@@ -25,7 +25,8 @@ cdef int32_t word_of(object value) except? -1:
     cdef long long word
     word = PyLong_AsLongAndOverflow(value, &overflow)
     if overflow or word < -(<long long>1 << 31) or word >= (<long long>1 << 32):
-        raise DeviceError(f"staging: expected a number of 32 bits, got {value}; this is a bug in the caller", code="staging.value")
+        raise DeviceError(f"staging: expected a number of 32 bits, "
+                          f"got {value}; this is a bug in the caller", code="staging.value")
     return <int32_t>word
 
 
@@ -78,7 +79,8 @@ cdef class PatchWriter:
         """entries: the ring's pinned memory; words: size of the row state, which no offset may reach."""
         self.entries = entries
         if self.entries.shape[0] < 1 or self.entries.shape[1] < 4 or self.entries.shape[1] % 2:
-            raise DeviceError(f"patch ring: expected (depth, 2 + 2 * capacity), got {tuple(entries.shape)}; this is a bug in the caller",
+            raise DeviceError(f"patch ring: expected (depth, 2 + 2 * capacity), "
+                              f"got {tuple(entries.shape)}; this is a bug in the caller",
                               code="op.shape")
         self.depth = self.entries.shape[0]
         self.capacity = (self.entries.shape[1] - 2) // 2
@@ -106,11 +108,13 @@ cdef class PatchWriter:
         if self.entry != NULL:
             raise DeviceError("patch ring: expected no open entry, got one; commit or discard it first", code="staging.open")
         if step < 0 or done > step or step - done >= self.depth:
-            raise DeviceError(f"patch ring: expected fewer than {self.depth} steps in flight before step {step}, but {done} have ended; "
+            raise DeviceError(f"patch ring: expected fewer than {self.depth} steps in flight before step {step}, "
+                              f"but {done} have ended; "
                               "wait for an older step first", code="staging.busy")
         entry = &self.entries[step % self.depth, 0]
         if mt_load_acquire(entry) != 0:
-            raise DeviceError(f"patch ring: expected the entry of step {step} to have been read, got {entry[0]} pairs in it; the step "
+            raise DeviceError(f"patch ring: expected the entry of step {step} to have been read, "
+                              f"got {entry[0]} pairs in it; the step "
                               "that should have read them did not run", code="staging.busy")
         self.entry = entry
         self.count = 0
@@ -119,10 +123,12 @@ cdef class PatchWriter:
         if self.entry == NULL:
             raise DeviceError("patch ring: expected an open entry, got none; call begin first", code="staging.open")
         if n > self.capacity - self.count:
-            raise DeviceError(f"patch ring: expected at most {self.capacity - self.count} more pairs, got {n}; spread them over steps",
+            raise DeviceError(f"patch ring: expected at most {self.capacity - self.count} more pairs, "
+                              f"got {n}; spread them over steps",
                               code="staging.capacity")
         if offset < 0 or offset > self.limit - n:
-            raise DeviceError(f"patch ring: expected offsets below {self.limit}, got {n} words from {offset}; this is a bug in the caller",
+            raise DeviceError(f"patch ring: expected offsets below {self.limit}, "
+                              f"got {n} words from {offset}; this is a bug in the caller",
                               code="staging.offset")
         return 0
 
@@ -224,9 +230,11 @@ cdef class RowPacker:
         cdef Py_ssize_t n = len(checked), first = self.used, i
         cdef int32_t *out
         if n > self.rows - first:
-            raise DeviceError(f"row batch: expected at most {self.rows - first} more rows, got {n}; cut the chunk", code="staging.capacity")
+            raise DeviceError(f"row batch: expected at most {self.rows - first} more rows, "
+                              f"got {n}; cut the chunk", code="staging.capacity")
         if seq < 0 or index < 0 or index + delta < 0 or max(index, index + delta) + n > 2147483647:
-            raise DeviceError(f"row batch: expected a state row and places from 0, got row {seq}, place {index}, delta {delta}; this is a "
+            raise DeviceError(f"row batch: expected a state row and places from 0, "
+                              f"got row {seq}, place {index}, delta {delta}; this is a "
                               "bug in the caller", code="staging.value")
         if n == 0:
             return first
