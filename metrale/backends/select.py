@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from metrale.backends.base import Backend
 from metrale.config.engine import EngineConfig
-from metrale.errors import UnsupportedError
 from metrale.log import get_logger
 
 log = get_logger(__name__)
@@ -13,6 +14,7 @@ log = get_logger(__name__)
 def open_backend(config: EngineConfig) -> Backend:
     """Return a new backend; its owner closes it.
 
+    "auto" stays on the CPU in this release: the CUDA kernels are right but not yet fast.
     Raises: UnsupportedError ``device.unavailable`` for a device this build or machine does not have.
     """
     if config.device == "reference":
@@ -20,10 +22,20 @@ def open_backend(config: EngineConfig) -> Backend:
 
         return ReferenceBackend(activations=config.activations)
     if config.device == "cuda":
-        # The CUDA backend runs the contract's tests; models are served on it from a later release on.
-        raise UnsupportedError(
-            "device: expected cpu, reference or auto in this release, got 'cuda'; use device='cpu'", code="device.unavailable"
-        )
+        from metrale.backends.cuda.backend import CudaBackend
+
+        return CudaBackend(activations=config.activations)
+    if config.device == "auto":
+        _mention_gpu()
     from metrale.backends.cpu.backend import CpuBackend
 
     return CpuBackend(threads=config.threads or None, activations=config.activations)
+
+
+@cache
+def _mention_gpu() -> None:
+    """Log once a process that a GPU is there and not taken."""
+    from metrale.backends.cuda.probe import gpu_present
+
+    if gpu_present():
+        log.info("device auto: a GPU is present, running on the CPU; device='cuda' takes the GPU")
