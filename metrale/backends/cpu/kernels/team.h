@@ -20,10 +20,13 @@
 #ifndef METRALE_TEAM_H
 #define METRALE_TEAM_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE  /* pthread_setname_np */
+#endif
+
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sys/prctl.h>
 
 #include "futex.h"
 
@@ -156,7 +159,6 @@ static void mt_wait(mt_team *t, uint32_t seen, uint32_t role) {
 
 static void *mt_worker(void *arg) {
     mt_team *t = arg;
-    prctl(PR_SET_NAME, "metrale-worker");
     for (;;) {
         uint32_t seen = atomic_load_explicit(&t->epoch, memory_order_acquire);
         if (atomic_load(&t->stop)) return NULL;
@@ -187,7 +189,7 @@ static int mt_start(mt_team *t) {
     pthread_sigmask(SIG_SETMASK, &all, &old);
     while (!error && t->started < t->threads - 1) {
         error = pthread_create(&t->workers[t->started], NULL, mt_worker, t);
-        if (!error) t->started++;
+        if (!error) pthread_setname_np(t->workers[t->started++], "metrale-worker");
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     return error;
