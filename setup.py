@@ -42,8 +42,8 @@ def kernel_sources() -> list[str]:
 class BuildExt(build_ext):
     """Compile each kernel file with the flags of its instruction set."""
 
-    def build_extension(self, ext: Extension) -> None:
-        """Wrap the compiler's per-file step to add flags by file name."""
+    def build_extensions(self) -> None:
+        """Wrap the compiler's per-file step to add flags by file name; once, since extensions may be built in parallel."""
         plain = self.compiler._compile
 
         def compile_one(obj, src, ext_name, cc_args, extra, pp_opts):
@@ -53,7 +53,7 @@ class BuildExt(build_ext):
 
         self.compiler._compile = compile_one
         try:
-            super().build_extension(ext)
+            super().build_extensions()
         finally:
             self.compiler._compile = plain
 
