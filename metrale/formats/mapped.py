@@ -18,6 +18,7 @@ from metrale.errors import WeightError
 REFETCH: Final = "the file is damaged or its download stopped early, fetch it again"
 _LFS_TEXT: Final = b"version https://git-lfs"
 _MAX_SHOWN: Final = 100
+_FOLIO_BYTES: Final = 2 << 20
 
 
 def shown(name: object) -> str:
@@ -75,12 +76,13 @@ class MappedFile:
     def release(self, offset: int, nbytes: int) -> None:
         """Give the pages of a span back to the system; reading them again brings them back from the file.
 
-        The span is widened to whole pages, so that a tensor's first and last page do not stay behind.
+        The span is widened: a fault maps as much of the page cache's folio as it can, neighbours included, and a folio
+        has up to 2 MiB.
         """
         if self._map is None or nbytes <= 0 or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, start, min(offset + nbytes, self.size) - start)
+        start = max(0, offset - _FOLIO_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, min(offset + nbytes + _FOLIO_BYTES, self.size) - start)
 
     def close(self) -> None:
         """Forbid new arrays over the map and unmap it once the existing ones are gone; may be called twice."""

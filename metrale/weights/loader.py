@@ -55,6 +55,8 @@ def load_weights(
     for matrix in weights.matrices:  # before anything is read
         for part in matrix.parts:
             shard_bounds(index, matrix, part, rank, size)
+    # Vectors first: they lie scattered over the file, and each brings neighbouring pages in that the matrices then release.
+    vectors = {vector.target: _upload(backend, _vector(index, vector.name, vector.gguf_add)) for vector in weights.vectors}
     done, total = 0, sum(_matrix_bytes(index, matrix) for matrix in weights.matrices)
     matrices: dict[str, PackedWeight] = {}
     for matrix in weights.matrices:
@@ -65,7 +67,6 @@ def load_weights(
     if weights.tied and size > 1:
         head = _tied_head(weights)
         matrices[head.target] = pack_matrix(index, head, backend, rank, size)
-    vectors = {vector.target: _upload(backend, _vector(index, vector.name, vector.gguf_add)) for vector in weights.vectors}
     embedding = _tensor(index, "embed_tokens.weight")
     return Weights(matrices, vectors, embedding.format, sum(m.nbytes for m in matrices.values()))
 
