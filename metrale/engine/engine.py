@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from metrale.config.sampling import SamplingParams
+from metrale.engine.interrupts import InterruptsDeferred
 from metrale.engine.outputs import Delta, TokenLogprob
 from metrale.engine.request import Choice, Request
 from metrale.engine.scheduler import Scheduler
@@ -80,14 +81,18 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Run one step and return the requests that gained something (see `Request.take_deltas`)."""
-        self._stepping = True
-        try:
-            return self._step()
-        finally:
-            self._stepping = False
-            while self._doomed:
-                self.cancel(self._doomed.pop())
+        """Run one step and return the requests that gained something (see `Request.take_deltas`).
+
+        A Ctrl-C meanwhile is raised when the step is complete.
+        """
+        with InterruptsDeferred():
+            self._stepping = True
+            try:
+                return self._step()
+            finally:
+                self._stepping = False
+                while self._doomed:
+                    self.cancel(self._doomed.pop())
 
     def _step(self) -> list[Request]:
         plan = self._scheduler.plan()
@@ -105,7 +110,7 @@ class Engine:
             touched = self._deliver(result, running)
             self._handle_failures(result.failures, running, touched)
         except BaseException:
-            # Ctrl-C, say: the model may be a token ahead of the choices, so all start again from the tokens they have.
+            # A second Ctrl-C, say: the model may be a token ahead of the choices; all start again from the tokens they have.
             self._scheduler.requeue_all()
             raise
         for request in touched.values():
@@ -138,10 +143,11 @@ class Engine:
         """Free the sequences of ended requests without running others (used when no further step follows)."""
         if self._stepping:
             return
-        gone = self._scheduler.retiring
-        for seq_id in gone:
-            self._model.free_sequence(seq_id)
-        self._scheduler.retired(gone)
+        with InterruptsDeferred():
+            gone = self._scheduler.retiring
+            for seq_id in gone:
+                self._model.free_sequence(seq_id)
+            self._scheduler.retired(gone)
 
     def run(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> None:
         """Step until the given requests are finished; an exception (Ctrl-C) cancels them first, then propagates."""
