@@ -78,8 +78,15 @@ def _decode(args: argparse.Namespace, name: str, shape: tuple[int, int, int], co
     team.close()
     b.close()
     rate, ceiling = (len(layers) * size / min(t) / 1e9 for t in zip(*times, strict=True))
-    return Line(f"ops/attention/{name}/one row/{context} tokens/{threads} threads", round(rate, 2), "GB/s",
-                round(statistics.median(r / t for t, r in times), 3), f"read loop {ceiling:.1f} GB/s", None, args.isa)
+    return Line(
+        f"ops/attention/{name}/one row/{context} tokens/{threads} threads",
+        round(rate, 2),
+        "GB/s",
+        round(statistics.median(r / t for t, r in times), 3),
+        f"read loop {ceiling:.1f} GB/s",
+        None,
+        args.isa,
+    )
 
 
 def _prompt(args: argparse.Namespace, name: str, shape: tuple[int, int, int]) -> Line:
@@ -95,5 +102,9 @@ def _prompt(args: argparse.Namespace, name: str, shape: tuple[int, int, int]) ->
         times.append(time.thread_time() - start)
     b.close()
     work = 4 * dim * q_heads * PROMPT * (PROMPT + 1) / 2
-    return Line(f"ops/attention/{name}/{PROMPT} rows", round(work / min(times) / 1e9, 1), "GFLOP/s",
-                note=f"{min(times) * 1e3:.2f} ms on one thread, {args.isa}")
+    return Line(
+        f"ops/attention/{name}/{PROMPT} rows",
+        round(work / min(times) / 1e9, 1),
+        "GFLOP/s",
+        note=f"{min(times) * 1e3:.2f} ms on one thread, {args.isa}",
+    )

@@ -90,7 +90,7 @@ def _compiled(name: str) -> Any:
     module = importlib.import_module(f"metrale.backends.cpu.kernels.{KERNELS[name]}")
     function = getattr(module, name)
     signature = (types.voidptr, types.int32, types.int32), types.int32
-    callback = CFunc(function, signature, locals={}, options={"error_model": "numpy"})
+    callback: Any = CFunc(function, signature, locals={}, options={"error_model": "numpy"})
     callback._cache = KernelFile(name, _source(name))
     callback.compile()
     return callback
