@@ -26,9 +26,8 @@ LAYER_NAMES = {
 def open_oracle(path: Path) -> Any:
     """Return the model in float32 with eager attention."""
     reader = gguf.GGUFReader(path)
-    keys = {
-        name: field.contents() for name, field in reader.fields.items() if name.startswith("llama.") or name == "general.architecture"
-    }
+    wanted = ("llama.", "general.architecture")
+    keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith(wanted)}
     assert keys["general.architecture"] == "llama"
     tensors = {t.name: t for t in reader.tensors}
     config = LlamaConfig(

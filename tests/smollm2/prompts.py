@@ -52,7 +52,7 @@ PROMPTS = (
     Prompt("table", _CSV),
     Prompt("french", "Le petit chat dormait au soleil pendant que les enfants"),
     Prompt("german", "Die Würde des Menschen ist unantastbar. Sie zu achten und zu schützen ist"),
-    Prompt("symbols", "日本の首都は東京です。😀 → \u00bd × 3 ="),
+    Prompt("symbols", "日本の首都は東京です。😀 → \u00bd \u00d7 3 ="),
     Prompt("shortest", "A"),
 )
 assert len(PROMPTS) == 20

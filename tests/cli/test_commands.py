@@ -1,0 +1,114 @@
+"""`inspect`, `doctor`, `pull`, help and usage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.terminal import metrale
+from tests.engine.tiny_checkpoint import tensors, write
+from tests.hostile.refusal import LFS
+
+
+@pytest.mark.model
+def test_inspect_text_and_json(smollm2_path: Path) -> None:
+    done = metrale("inspect", "smollm2-135m", "--context", "2048", "--tensors")
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in ("gguf, 272 tensors", "q4_1 x210", "family: llama", "2048 tokens", "supported: yes", "blk.7.ffn_down.weight"):
+        assert part in done.stdout
+    report = json.loads(metrale("inspect", str(smollm2_path), "--json").stdout)
+    assert report["container"] == "gguf"
+    assert report["problems"] == report["warnings"] == []
+    assert report["end_tokens"] == [2]
+    memory = report["memory"]
+    assert memory["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 4
+    assert memory["total"] == memory["weights"] + memory["kv_bytes"]
+
+
+def test_inspect_env() -> None:
+    done = metrale("inspect", "env", env={"METRALE_THREADS": "3"})
+    assert done.returncode == 0
+    assert "METRALE_CACHE" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("METRALE_THREADS"))
+    assert " 3 " in line
+
+
+def test_inspect_warns_of_nan(tmp_path: Path) -> None:
+    weights = tensors()
+    weights["model.norm.weight"][:3] = np.nan
+    folder = write(tmp_path / "nan", weights=weights)
+    done = metrale("inspect", str(folder), "--nan")
+    assert done.returncode == 0
+    assert "warning: model.norm.weight: 3 of 32 values are NaN or infinite" in done.stdout
+    assert "warning" not in metrale("inspect", str(folder)).stdout
+
+
+def test_inspect_tells_what_is_not_supported(tmp_path: Path, tiny: Path) -> None:
+    for name, change, code in (
+        ("arch", {"model_type": "nosuch"}, "config.architecture"),
+        ("shape", {"intermediate_size": 47}, "weights.shape"),
+        ("quant", {"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ):
+        shutil.copytree(tiny, tmp_path / name)
+        config = json.loads((tiny / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **change}))
+        done = metrale("inspect", str(tmp_path / name))
+        assert (done.returncode, done.stderr) == (1, "")
+        problem = next(line for line in done.stdout.splitlines() if line.startswith("not supported: "))
+        assert code in problem
+        report = json.loads(metrale("inspect", str(tmp_path / name), "--json").stdout)
+        assert len(report["problems"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("lfs.safetensors", LFS), ("short.gguf", b"GGUF\3\0"), ("empty.safetensors", b""), ("text.gguf", b"hello")],
+)
+def test_inspect_of_broken_files(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = metrale("inspect", str(tmp_path / name))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("metrale: ")
+    assert ": expected " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_doctor() -> None:
+    done = metrale("doctor")
+    assert done.returncode == 0, done.stdout
+    assert done.stderr == ""
+    for part in ("python", "numba", "kernels", "threads", "memory", "cache", "compiler", "cuda"):
+        assert part in done.stdout
+
+
+def test_pull(tmp_path: Path) -> None:
+    done = metrale("pull", "nosuch")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "[model.not_found]" in done.stderr
+    assert "smollm2-135m" in done.stderr
+
+
+@pytest.mark.model
+def test_pull_of_what_is_here_prints_its_path(smollm2_path: Path) -> None:
+    done = metrale("pull", "smollm2-135m")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{smollm2_path}\n", "")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "doctor", "pull"])
+def test_help_has_examples(command: str) -> None:
+    done = metrale(command, "--help")
+    assert done.returncode == 0
+    assert f"examples:\n  metrale {command}" in done.stdout
+
+
+def test_usage() -> None:
+    assert metrale("--help").returncode == 0
+    assert metrale("--version").stdout.startswith("metrale ")
+    for args in ((), ("nosuch",), ("generate",), ("generate", "m", "p", "--temperature", "warm")):
+        done = metrale(*args)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "usage: metrale" in done.stderr
