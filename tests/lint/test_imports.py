@@ -54,8 +54,13 @@ def imported(path: Path) -> list[tuple[str, int]]:
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            found.append((node.module or "", node.lineno))
+            inner = [f"metrale.{a.name}" for a in node.names if node.module == "metrale" and is_module(a.name)]
+            found += [(name, node.lineno) for name in inner or [node.module or ""]]
     return found
+
+
+def is_module(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -70,6 +75,12 @@ def test_imports_go_downward(path: Path) -> None:
         assert top not in NEVER, f"{path}:{line}: {top} is a test dependency"
         if top in ONLY_UNDER:
             assert ONLY_UNDER[top] in path.as_posix(), f"{path}:{line}: {top} belongs under {ONLY_UNDER[top]}"
+
+
+def test_the_walk_sees_every_form_of_import(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text("import metrale.api\nfrom metrale import cli, __version__\nfrom metrale.engine import engine\n")
+    assert imported(path) == [("metrale.api", 1), ("metrale.cli", 2), ("metrale.engine", 3)]
 
 
 def test_importing_metrale_loads_nothing_heavy() -> None:
