@@ -20,10 +20,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    found = hub.pulled_path(NAME)
-    if found is None:
-        pytest.skip(f"the checkpoint is not here; run `metrale pull {NAME}`")
-    return found
+    return hub.pull(NAME)
 
 
 def test_its_config_and_tensors_agree(path: Path) -> None:

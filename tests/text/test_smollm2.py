@@ -19,10 +19,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    found = hub.pulled_path("smollm2-135m")
-    if found is None:
-        pytest.skip("SmolLM2 is not on this machine: run `metrale pull smollm2-135m`")
-    return found
+    return hub.pull("smollm2-135m")
 
 
 @pytest.fixture(scope="module")
