@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS_ENTRIES = 300  # what the OpenAI API allows; end ids banned by min_tokens need room beside them
 MAX_N = 128
 SEED_LIMIT = 2**64
+MAX_COUNT = 2**30  # of top_k and min_tokens: row words have 32 bits, and an index is added to min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,8 @@ def _numbers(p: SamplingParams) -> Iterator[Problem]:
         if not _is_number(value) or not low <= value <= high or (above and value == low):
             bound = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
             yield name, f"expected a number {bound}, got {value!r}; leave it out to turn it off"
-    if not _is_int(p.top_k) or p.top_k < 0:
-        yield "top_k", f"expected an integer of at least 0, got {p.top_k!r}; 0 keeps all tokens"
+    if not _is_int(p.top_k) or not 0 <= p.top_k <= MAX_COUNT:
+        yield "top_k", f"expected an integer from 0 to {MAX_COUNT}, got {p.top_k!r}; 0 keeps all tokens"
     if p.seed is not None and not (_is_int(p.seed) and 0 <= p.seed < SEED_LIMIT):
         yield "seed", f"expected an integer from 0 to 2^64 - 1, got {p.seed!r}; leave it out to have one drawn"
     for name in ("logprobs", "prompt_logprobs"):
@@ -144,8 +145,8 @@ def _lengths(p: SamplingParams, max_context: int | None) -> Iterator[Problem]:
         )
     elif p.max_tokens is not None and max_context is not None and p.max_tokens > max_context:
         yield "max_tokens", f"expected at most the context of {max_context} tokens, got {p.max_tokens}; ask for fewer"
-    if not _is_int(p.min_tokens) or p.min_tokens < 0:
-        yield "min_tokens", f"expected an integer of at least 0, got {p.min_tokens!r}; leave it out for none"
+    if not _is_int(p.min_tokens) or not 0 <= p.min_tokens <= MAX_COUNT:
+        yield "min_tokens", f"expected an integer from 0 to {MAX_COUNT}, got {p.min_tokens!r}; leave it out for none"
     elif _is_int(p.max_tokens) and p.max_tokens is not None and p.min_tokens > p.max_tokens:
         yield "min_tokens", f"expected at most max_tokens {p.max_tokens}, got {p.min_tokens}; lower it or raise max_tokens"
     if not _is_int(p.n) or not 1 <= p.n <= MAX_N:

@@ -183,7 +183,7 @@ class Engine:
         if need > limits.blocks:
             raise CapacityError(
                 f"prompt: expected at most {limits.blocks} K/V blocks, got a prompt of {len(ids)} tokens that "
-                f"needs {need}; open the model with a larger kv_bytes",
+                f"needs {need}; open the model with a larger kv_memory_bytes or kv_blocks",
                 code="capacity.blocks",
             )
         if self._tokenizer is None and params.stop:

@@ -247,6 +247,8 @@ def test_a_crowded_pool_changes_no_text(folder: Path, opened: LLM) -> None:
         ({"temperature": float("nan")}, "sampling.temperature", "nan"),
         ({"top_p": 0}, "sampling.top_p", "0"),
         ({"top_k": -3}, "sampling.top_k", "-3"),
+        ({"top_k": 2**31}, "sampling.top_k", str(2**30)),
+        ({"min_tokens": 2**31}, "sampling.min_tokens", str(2**30)),
         ({"min_p": 2}, "sampling.min_p", "2"),
         ({"max_tokens": 0}, "sampling.max_tokens", "0"),
         ({"max_tokens": CONTEXT + 1}, "sampling.max_tokens", str(CONTEXT)),

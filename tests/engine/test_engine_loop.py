@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metrale.config.engine import EngineConfig
 from metrale.config.sampling import SamplingParams
 from metrale.engine.engine import Engine
 from metrale.errors import CapacityError, DeviceError, RequestError
@@ -118,8 +122,8 @@ def test_preemption_changes_no_token() -> None:
 def test_a_request_that_outgrows_the_pool_fails_alone() -> None:
     eng, model = engine(blocks=3)
     request = eng.submit((1, 2, 3), params(max_tokens=30))
+    eng.run([request])
     with pytest.raises(CapacityError) as caught:
-        eng.run([request])
         request.result()
     assert caught.value.code == "capacity.blocks"
     assert not model.sequences
@@ -194,6 +198,8 @@ def test_prompt_that_can_never_fit_the_pool() -> None:
     with pytest.raises(CapacityError) as caught:
         eng.submit(tuple(range(1, 12)), params())
     assert caught.value.code == "capacity.blocks"
+    named = {f.name for f in fields(EngineConfig)} & set(re.findall(r"\w+", str(caught.value)))
+    assert named == {"kv_memory_bytes", "kv_blocks"}, "the remedy names options that exist"
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
@@ -205,7 +211,9 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    jobs=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=7),
+    jobs=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=7
+    ),
     rows=st.integers(1, 4),
     blocks=st.integers(9, 20),
 )
