@@ -466,6 +466,13 @@ class Ops(abc.ABC):
         """
 
     @abc.abstractmethod
+    def quantize_rest(self, out: QTensor, x: Array, q: QTensor) -> None:
+        """Quantize what a quantization left: out = quantize(x - q), q's values and the difference rounded to float32.
+
+        The sum of the products of q and out has nearly twice the bits of one. out, q (T, K); x (T, K).
+        """
+
+    @abc.abstractmethod
     def linear(self, out: Array, x: Array | QTensor, weight: PackedWeight, *, lora: Any | None = None) -> None:
         """Multiply: out (T, N) = x (T, K) @ weight.T + bias.
 

@@ -20,7 +20,7 @@ class BufferSizes:
 
     heads, kv_heads: this rank's; all_heads, all_kv_heads, first_head, first_kv_head: of the qkv product, which may hold
     the heads of all ranks. plain_x, quantized_x: whether any matrix reads x as floats, as a QTensor. scratch_bytes: for
-    one row. logits_part: columns of a split head (0: not split).
+    one row. logits_part: columns of a split float head (0: none). logits_pairs: columns of an int8 head (0: none).
     """
 
     hidden: int
@@ -32,12 +32,12 @@ class BufferSizes:
     first_head: int
     first_kv_head: int
     middle: int
-    plain_normed: bool
     quantized_normed: bool
     quantized_heads: bool
     plain_middle: bool
     quantized_middle: bool
     logits_part: int
+    logits_pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class StepViews:
 
     residual, normed, product (T, H); qkv (T, (Hq + 2 Hk) D); q_all (T, Hq, D), k_all (T, Hk, D) of the product, q, k, v
     this rank's heads of it; heads (T, Hq, D) and heads_flat (T, Hq D) the attention output; middle (T, I); *_q the same
-    as QTensor; scratch uint8; logits_part (T, V / ranks) float32.
+    as QTensor; scratch uint8; logits_part (T, V / ranks) float32; head_q (2 T, H) and logits_pairs (2 T, V / ranks): the
+    rows of an int8 head, then what their quantization left.
     """
 
     residual: Any
@@ -66,6 +67,8 @@ class StepViews:
     middle_q: Any
     scratch: Any
     logits_part: Any
+    head_q: Any
+    logits_pairs: Any
 
 
 class StepBuffers:
@@ -87,7 +90,7 @@ class StepBuffers:
 
         self.residual = plain(True, b.hidden)
         self.product = plain(True, b.hidden)
-        self.normed = plain(b.plain_normed, b.hidden)
+        self.normed = plain(True, b.hidden)  # the head reads it, as floats or to quantize it twice
         self.normed_q = quantized(b.quantized_normed, b.hidden)
         self.qkv = plain(True, (b.all_heads + 2 * b.all_kv_heads) * b.head_dim)
         self.heads = plain(True, b.heads * b.head_dim)
@@ -96,6 +99,8 @@ class StepBuffers:
         self.middle_q = quantized(b.quantized_middle, b.middle)
         self.scratch = backend.alloc((max(scratch_bytes, 4),), "u8")
         self.logits_part = backend.alloc((head_rows, b.logits_part), "f32") if b.logits_part else None
+        self.head_q = backend.alloc_q(2 * head_rows, b.hidden) if b.logits_pairs else None
+        self.logits_pairs = backend.alloc((2 * head_rows, b.logits_pairs), "f32") if b.logits_pairs else None
         self._views: dict[int, StepViews] = {}
 
     def at(self, rows: int) -> StepViews:
@@ -141,4 +146,6 @@ class StepBuffers:
             middle_q=quantized(self.middle_q),
             scratch=self.scratch,
             logits_part=None if self.logits_part is None else self.logits_part[:t],
+            head_q=None if self.head_q is None else self.head_q.rows(0, 2 * t),
+            logits_pairs=None if self.logits_pairs is None else self.logits_pairs[: 2 * t],
         )

@@ -25,7 +25,12 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The final norm and the projection to the vocabulary; with `split`, each rank computes its share of the logits."""
+    """The final norm and the projection to the vocabulary; with `split`, each rank computes its share of the logits.
+
+    An int8 head quantizes twice: its rows, then what that left, and adds the two products. One product's error goes
+    straight into the logits and was a third of the whole model's divergence (SmolLM2 Q4_1: mean KL 0.0039 with one,
+    0.0033 with two). The matrix is still read once, so that a decode step costs little more.
+    """
 
     norm: Norm
     matrix: Linear
@@ -34,12 +39,23 @@ class Head:
 
     def forward(self, ops: Ops, s: StepViews, logits: Array, hidden: Array) -> None:
         """Write float32 logits (M, V) of hidden rows (M, H)."""
-        x = self.matrix.pick(s.normed, s.normed_q)
-        self.norm.forward(ops, x, hidden)
-        out = s.logits_part if self.split else logits
-        ops.head(out, x, self.matrix.weight, scale=1.0, cap=self.softcap)
-        if self.split:
-            ops.all_gather(logits, out)
+        self.norm.forward(ops, s.normed, hidden)
+        if self.matrix.quantized:
+            rows = hidden.shape[0]
+            high, low = s.head_q.rows(0, rows), s.head_q.rows(rows, 2 * rows)
+            ops.quantize(high, s.normed)
+            ops.quantize_rest(low, s.normed, high)
+            ops.head(s.logits_pairs, s.head_q, self.matrix.weight, scale=1.0, cap=None)
+            out = s.logits_pairs[:rows]
+            ops.add(out, s.logits_pairs[rows:])
+            if self.softcap is not None:
+                ops.softcap(out, cap=self.softcap)
+            ops.all_gather(logits, out)  # on one rank a copy
+        elif self.split:
+            ops.head(s.logits_part, s.normed, self.matrix.weight, scale=1.0, cap=self.softcap)
+            ops.all_gather(logits, s.logits_part)
+        else:
+            ops.head(logits, s.normed, self.matrix.weight, scale=1.0, cap=self.softcap)
 
 
 def rounded_scale(scale: float, form: str) -> float:

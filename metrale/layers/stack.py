@@ -96,7 +96,8 @@ class DenseModel:
         Raises: DeviceError ``op.rows``
         """
         count = int(logits.shape[0])
-        limit = buffers.rows if self.sizes.logits_part == 0 else min(buffers.rows, buffers.head_rows)
+        whole = self.sizes.logits_part == self.sizes.logits_pairs == 0
+        limit = buffers.rows if whole else min(buffers.rows, buffers.head_rows)
         if count > limit:
             raise DeviceError(f"head: expected at most {limit} rows, got {count}; ask for fewer at a time", code="op.rows")
         self._head.forward(ops, buffers.at(count), logits, hidden)
@@ -159,7 +160,8 @@ class DenseModel:
             )
         blocks, rank = self.blocks, self._backend.comm.rank
         shared = blocks[0].attention.whole_norm
-        normed = [x for b in blocks for x in (b.attention.qkv, b.mlp.gate_up)] + [self._head.matrix]
+        normed = [x for b in blocks for x in (b.attention.qkv, b.mlp.gate_up)]
+        head = self._head.matrix
         down = [b.mlp.down for b in blocks]
         return BufferSizes(
             hidden=self.spec.hidden,
@@ -171,12 +173,12 @@ class DenseModel:
             first_head=rank * a.heads if shared else 0,
             first_kv_head=rank * a.kv_heads if shared else 0,
             middle=first.mlp.size,
-            plain_normed=any(not x.quantized for x in normed),
             quantized_normed=any(x.quantized for x in normed),
             quantized_heads=any(b.attention.out.quantized for b in blocks),
             plain_middle=any(not x.quantized for x in down),
             quantized_middle=any(x.quantized for x in down),
-            logits_part=self._head.matrix.weight.n if self._head.split else 0,
+            logits_part=head.weight.n if self._head.split and not head.quantized else 0,
+            logits_pairs=head.weight.n if head.quantized else 0,
         )
 
     def _scratch_bytes(self, rows: int) -> int:

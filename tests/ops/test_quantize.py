@@ -54,3 +54,18 @@ def test_nan_and_infinity_are_not_hidden(backend: Backend) -> None:
     assert not data[0, 64:].any()
     assert data[0, 32:64].tolist() == [127] * 32
     assert sums[0].tolist() == [0, 0, 16 * 127, 16 * 127, 0, 0, 0, 0]
+
+
+def test_the_rest_adds_the_bits_that_were_lost(backend: Backend) -> None:
+    """quantize and quantize_rest together hold a value to 1/(127 * 254) of its block's maximum; the ops round as stated."""
+    x = floats(backend, np.random.default_rng(5), 3, 96)
+    high, low = poisoned_q(backend, 3, 96), poisoned_q(backend, 3, 96)
+    backend.stream.ops.quantize(high, up(backend, x))
+    backend.stream.ops.quantize_rest(low, up(backend, x), high)
+    first, second = ([backend.download(part) for part in q] for q in (high, low))
+    value = first[0].astype(np.float32).reshape(3, 3, 32) * first[1][:, :, None]
+    for got, want in zip(second, quantized(x - value.reshape(3, 96)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    both = value + second[0].astype(np.float32).reshape(3, 3, 32) * second[1][:, :, None]
+    worst = np.abs(both - x.reshape(3, 3, 32)).max(-1)
+    assert (worst <= np.abs(x).reshape(3, 3, 32).max(-1) / (127 * 254) * 1.01).all()

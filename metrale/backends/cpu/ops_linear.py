@@ -71,6 +71,16 @@ class LinearOps(Emitter):
         args = (*out, x, rows, k, stride(x))
         self.emit("quantize", self.kernel("quantize"), row_tiles(rows, k), args, (*out, x))
 
+    def quantize_rest(self, out: QTensor, x: Any, q: QTensor) -> None:
+        """Quantize what a quantization left."""
+        check_shape("quantize_rest", "x", (None, None), x.shape)
+        check_out("quantize_rest", out, x.shape)
+        check_out("quantize_rest", q, x.shape)
+        check_dtype("quantize_rest", "float32", x=x)
+        rows, k = x.shape
+        args = (*out, x, rows, k, stride(x), q.data, q.scales)
+        self.emit("quantize_rest", self.kernel("quantize_rest"), row_tiles(rows, k), args, (*out, x, *q))
+
     def act_mul(self, out: Any, gate_up: Any, *, act: str) -> None:
         """Gate rows."""
         check_shape("act_mul", "gate_up", (None, 2 * out.shape[1]), gate_up.shape)

@@ -106,6 +106,18 @@ class NumberOps(Emitter):
         self._begin("quantize", out, x)
         self._flat("quantize", rows * width, *out, x, rows * width, width, stride)
 
+    def quantize_rest(self, out: QTensor, x: Any, q: QTensor) -> None:
+        """Quantize what a quantization left."""
+        check_shape("quantize_rest", "x", (None, None), x.shape)
+        for tensor in (out, q):
+            check_shape("quantize_rest", "out and q", x.shape, tensor.shape)
+            check_q("quantize_rest", tensor, x.shape)
+        self._activation("quantize_rest", x=x)
+        rows, width = x.shape
+        stride = row_stride("quantize_rest", "x", x)
+        self._begin("quantize_rest", out, x, q)
+        self._flat("quantize_rest", rows * width, *out, x, q.data, q.scales, rows * width, width, stride)
+
     def linear(self, out: Any, x: Any, weight: PackedWeight, *, lora: Any | None = None) -> None:
         """Multiply."""
         check_shape("linear", "x", (None, weight.k), x.shape)

@@ -55,6 +55,11 @@ def quantize(out: QTensor, x: Any) -> None:
     store(out, load(x))
 
 
+def quantize_rest(out: QTensor, x: Any, q: QTensor) -> None:
+    """See `Ops.quantize_rest`."""
+    store(out, load(x) - load(q))
+
+
 def linear(out: Any, x: Any, weight: ReferenceWeight) -> None:
     """See `Ops.linear`.
 

@@ -114,6 +114,13 @@ class ReferenceOps(Ops):
         _out("quantize", out, x.shape)
         self._do("quantize", numbers.quantize, out, x)
 
+    def quantize_rest(self, out: QTensor, x: Any, q: QTensor) -> None:
+        """Quantize what a quantization left."""
+        check_shape("quantize_rest", "x", (None, None), x.shape)
+        _out("quantize_rest", out, x.shape)
+        _out("quantize_rest", q, x.shape)
+        self._do("quantize_rest", numbers.quantize_rest, out, x, q)
+
     def linear(self, out: Any, x: Any, weight: PackedWeight, *, lora: Any | None = None) -> None:
         """Multiply."""
         check_shape("linear", "x", (None, weight.k), x.shape)

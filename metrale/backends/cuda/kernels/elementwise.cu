@@ -99,6 +99,15 @@ KERNEL(quantize)(i8 *data, float *scales, i16 *sums, const T *x, i64 count, int 
     quantize_32(to_float(x[i / width * x_row + i % width]), data + 32 * block, scales + block, sums + 2 * block);
 }
 
+// x (rows, width) less the values of q (rows, width)
+KERNEL(quantize_rest)(i8 *data, float *scales, i16 *sums, const T *x, const i8 *q, const float *q_scales, i64 count, int width,
+                      i64 x_row) {
+    const i64 i = thread_number(), block = i / 32;
+    if (i >= count) return;
+    const float rest = __fsub_rn(to_float(x[i / width * x_row + i % width]), __fmul_rn(q[i], q_scales[block]));
+    quantize_32(rest, data + 32 * block, scales + block, sums + 2 * block);
+}
+
 // out (count / width, width) = x[rows]; a row of -1 copies nothing; without `rows` row i is row i.
 template <class X>
 __device__ void gather(X *out, const X *x, const int *rows, i64 count, int width, int x_rows, i64 out_row, i64 x_row) {
