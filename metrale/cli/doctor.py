@@ -58,7 +58,7 @@ def _environment() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    for name in ("numpy", "numba", "tokenizers", "jinja2", "safetensors", "huggingface_hub"):
+    for name in ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub"):
         try:
             yield Finding("libraries", f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -68,7 +68,7 @@ def _libraries() -> Iterator[Finding]:
 def _cpu() -> Iterator[Finding]:
     try:
         from metrale._ext import cpu_kernels
-        from metrale.backends.cpu.isa import chosen_isa
+        from metrale.backends.cpu.backend import choose_isa
     except ImportError as error:
         yield Finding(
             "kernels",
@@ -78,7 +78,7 @@ def _cpu() -> Iterator[Finding]:
         return
     yield Finding("cpu", ", ".join(sorted(cpu_kernels.features())) or "no features beyond the baseline")
     try:
-        yield Finding("kernels", f"{chosen_isa()} (built: {', '.join(cpu_kernels.variants())})")
+        yield Finding("kernels", f"{choose_isa(None)} (built: {', '.join(cpu_kernels.variants())})")
     except MetraleError as error:
         yield Finding("kernels", "METRALE_ISA does not fit this machine", str(error))
 
