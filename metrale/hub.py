@@ -245,17 +245,19 @@ def _sha256(path: Path) -> str:
 
 def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
     """Fetch a hub repository; huggingface_hub resumes a broken download on its own."""
-    import httpx
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    # Its base class is that of the HTTP library, which differs: httpx in huggingface_hub 1.x, httpx2 in 2.x.
+    bases = (base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception))
+    http_error = next(base for base in bases if base.__name__ == "HTTPError")
     target = _repo_target(name)
     done = target / ".complete"
     # Metadata of unfinished files stays in the folder (that is what makes a second call resume); `.complete` marks a whole one.
     done.unlink(missing_ok=True)
     try:
         huggingface_hub.snapshot_download(name, local_dir=target, allow_patterns=HUB_FILES, endpoint=endpoint)
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, ValueError) as error:
+    except (http_error, LocalEntryNotFoundError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MetraleError(
             f"{name}: expected a repository on the hub, got: {first}; check the name, the network and your access token",
