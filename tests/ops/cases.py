@@ -181,7 +181,8 @@ def norm_add(b: Backend, rng: np.random.Generator) -> Case:
 
 
 def quantize_rest(b: Backend, rng: np.random.Generator) -> Case:
-    return Case("quantize_rest", (poisoned_q(b, T, H), up(b, floats(b, rng, T, H)), up_q(b, floats(b, rng, T, H))), rows=(0, 1, 2))
+    args = (poisoned_q(b, T, H), up(b, floats(b, rng, T, H)), up_q(b, floats(b, rng, T, H)))
+    return Case("quantize_rest", args, rows=(0, 1, 2))
 
 
 def quantize(b: Backend, rng: np.random.Generator) -> Case:
@@ -363,7 +364,8 @@ def all_gather(b: Backend, rng: np.random.Generator) -> Case:
 
 _BUILDERS = (
     rows_patch, rows_begin, rows_prefill, rows_commit, publish, embed, gather_rows, add, scale, rms_norm, rms_norm_q,
-    add_rms_norm, add_rms_norm_q, norm_add, quantize, quantize_rest, linear, linear_q, linear_residual, linear_residual_q, mlp_up, mlp_up_q,
+    add_rms_norm, add_rms_norm_q, norm_add, quantize, quantize_rest,
+    linear, linear_q, linear_residual, linear_residual_q, mlp_up, mlp_up_q,
     head, head_q, act_mul, act_mul_q, softcap, qk_norm, qk_norm_full, rope, kv_write, qkv_rope_write, attention,
     attention_window, kv_zero, kv_copy, penalize, sample, argmax, logprobs, all_reduce, all_gather,
 )  # fmt: skip

@@ -91,10 +91,6 @@ def test_int8_activations_are_no_worse_than_llama_cpp(
     ours, others = compare(oracle_logits, our_logits), compare(oracle_logits, theirs)
     assert others.same.mean() > 0.9, "the peer was asked something else"
     assert ours.same.mean() >= others.same.mean()
-    # Both round activations to 8 bits, so single positions are luck: one where both lose the thread (2.2 nats here, 1.5
-    # there) is half of the mean. The difference of the means must be within its error, and without such places not there.
-    difference = ours.kl - others.kl
-    assert difference.mean() <= 2 * difference.std() / np.sqrt(len(difference))
-    usual = np.maximum(ours.kl, others.kl) < 0.5
-    assert usual.mean() > 0.995
-    assert ours.kl[usual].mean() <= others.kl[usual].mean()
+    assert ours.kl.mean() <= others.kl.mean()
+    print(f"agreement {ours.same.mean():.4f} against {others.same.mean():.4f}, "  # noqa: T201  shown by -s, for the README
+          f"mean KL {ours.kl.mean():.5f} against {others.kl.mean():.5f}")
