@@ -18,14 +18,13 @@ MAX_ROWS = 4096
 class EngineConfig:
     """How an engine runs.
 
-    device: "auto" takes a GPU where one works, else the CPU; "reference" is the slow NumPy backend. threads: CPU threads
-    (0: what the cgroup's quota allows). activations: "int8" multiplies quantized weights with int8 activations, "f32"
-    the same packed weights with float32 rows. max_context: tokens a sequence may hold (None: the model's own, bounded by
-    memory). max_rows: most sequences in one step. kv_memory_bytes: size of the KV cache (None: from what is free).
-    kv_blocks: the same as a number of blocks of 16 tokens; give at most one of the two. chunk_tokens: longest part of a
-    prompt computed in one step. graphs: capture decode steps and replay them. deterministic: equal bits whatever runs
-    beside a request. seed: of requests that bring none (None: drawn at random). prefix_cache: reuse the K/V of equal
-    prompt beginnings. result_depth: steps whose results may be outstanding.
+    device: "auto" is the CPU in this release; "cuda" runs plain kernels on a GPU; "reference" is the slow NumPy backend.
+    threads: CPU threads (0: what the cgroup's quota allows). activations: "int8" multiplies quantized weights with int8
+    activations, "f32" the same packed weights with float32 rows. max_context: tokens a sequence may hold (None: the
+    model's own, bounded by memory). max_rows: most sequences in one step. kv_memory_bytes: size of the KV cache (None: from
+    what is free). kv_blocks: the same as a number of blocks of 16 tokens; give at most one of the two. chunk_tokens: longest
+    part of a prompt computed in one step. graphs: capture decode steps and replay them. seed: of requests that bring none
+    (None: drawn at random). result_depth: steps whose results may be outstanding.
     """
 
     device: str = "auto"
@@ -37,9 +36,7 @@ class EngineConfig:
     kv_blocks: int | None = None
     chunk_tokens: int = 512
     graphs: bool = True
-    deterministic: bool = False
     seed: int | None = None
-    prefix_cache: bool = True
     result_depth: int = 2
 
     def problems(self) -> list[ConfigError]:
@@ -63,9 +60,8 @@ def _choices(c: EngineConfig) -> Iterator[Problem]:
         value = getattr(c, name)
         if value not in allowed:
             yield name, f"expected one of {', '.join(allowed)}, got {value!r}; choose one of them"
-    for name in ("graphs", "deterministic", "prefix_cache"):
-        if not isinstance(getattr(c, name), bool):
-            yield name, f"expected True or False, got {getattr(c, name)!r}; correct it"
+    if not isinstance(c.graphs, bool):
+        yield "graphs", f"expected True or False, got {c.graphs!r}; correct it"
 
 
 def _counts(c: EngineConfig) -> Iterator[Problem]:
@@ -91,5 +87,3 @@ def _counts(c: EngineConfig) -> Iterator[Problem]:
 def _pairs(c: EngineConfig) -> Iterator[Problem]:
     if c.kv_memory_bytes is not None and c.kv_blocks is not None:
         yield "kv_blocks", "expected it or kv_memory_bytes, got both; give one of them"
-    if isinstance(c.chunk_tokens, int) and c.deterministic and c.chunk_tokens % 64:
-        yield "chunk_tokens", f"expected a multiple of 64 with deterministic=True, got {c.chunk_tokens}; round it"

@@ -116,7 +116,6 @@ def test_a_failing_progress_callback_leaves_nothing_open(folder: Path) -> None:
         ({"activations": "int4"}, "engine.activations", "'int4'"),
         ({"max_context": 0}, "engine.max_context", "0"),
         ({"kv_blocks": 9, "kv_memory_bytes": 1 << 20}, "engine.kv_blocks", "both"),
-        ({"chunk_tokens": 10, "deterministic": True}, "engine.chunk_tokens", "64"),
     ],
 )
 def test_options(folder: Path, options: dict[str, Any], code: str, sentence: str) -> None:

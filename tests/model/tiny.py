@@ -18,7 +18,7 @@ from metrale.model.transformer import TransformerModel
 from metrale.weights.loader import Weights
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, DIM = 64, 96, 98, 4, 2, 16
-CONFIG = EngineConfig(max_context=224, max_rows=6, chunk_tokens=64, kv_blocks=64, prefix_cache=False)
+CONFIG = EngineConfig(max_context=224, max_rows=6, chunk_tokens=64, kv_blocks=64)
 GREEDY = RowSampling()
 
 

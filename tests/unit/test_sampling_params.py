@@ -101,7 +101,6 @@ def test_a_checkpoints_defaults_give_way_to_what_is_asked() -> None:
         ({"kv_blocks": 1}, "kv_blocks"),
         ({"kv_blocks": 9, "kv_memory_bytes": 9}, "kv_blocks"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
-        ({"chunk_tokens": 100, "deterministic": True}, "chunk_tokens"),
         ({"graphs": 1}, "graphs"),
         ({"seed": -1}, "seed"),
         ({"result_depth": 0}, "result_depth"),
