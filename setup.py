@@ -51,14 +51,15 @@ def kernel_sources() -> list[str]:
 
 
 class BuildExt(build_ext):
-    """Compile each kernel file with the flags of its instruction set, and the files of an extension in parallel."""
+    """Compile each kernel file with the flags of its instruction set, all files in parallel."""
 
     def build_extensions(self) -> None:
         """Replace the compiler's per-file step by one that queues it, and let its `compile` wait for the files it queued.
 
-        Extensions may themselves be built in threads (`build_ext --parallel`), so each thread has a queue of its own.
+        Each extension has a thread, and each thread a queue; the pool bounds how many compilers run.
         """
         check_tools()
+        self.parallel = max(len(self.extensions), 1)
         compile_files, compile_file = self.compiler.compile, self.compiler._compile
         queue = threading.local()
 
