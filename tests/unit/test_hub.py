@@ -234,12 +234,32 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
-def test_hub_repository(endpoint: str) -> None:
-    path = hub.pull("org/name", endpoint=endpoint)
+def test_hub_repository(endpoint: str, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    path = hub.pull("org/name", endpoint=endpoint, report=lambda done, total: seen.append((done, total)))
+    whole = len(WEIGHTS) + len(REPO["config.json"])
+    assert seen == sorted(seen)
+    assert seen[-1] == (whole, whole)
+    assert capfd.readouterr().err == "", "only the caller's bar is shown"
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
     assert not (path / "pytorch_model.bin").exists()
     assert not (path / "README.md").exists()
     assert hub.resolve("org/name") == path
+
+
+def test_hub_files_are_fetched_again_by_force(endpoint: str) -> None:
+    path = hub.pull("org/name", endpoint=endpoint)
+    (path / "model.safetensors").write_bytes(b"damaged")
+    hub.pull("org/name", endpoint=endpoint, force=True)
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_hub_pull_writes_only_into_its_folder(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub.pull("org/name", endpoint=endpoint)
+    assert not (tmp_path / "hub").exists()
 
 
 def test_hub_transfer_resumes_where_it_broke(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
