@@ -53,6 +53,14 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any], so
         found = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if found is not None:
             config["pad_token_id" if key == "padding" else "bos_token_id"] = found
+    if read.whole("expert_count", 0):
+        raise UnsupportedError(
+            f"{source}: {arch}.expert_count: expected 0, got {read.whole('expert_count')}; this build has no experts",
+            code="config.unsupported",
+        )
+    read.raw("vocab_size")  # the embedding's rows are what counts
+    # Under their own names, so that they are listed with what a family leaves unread.
+    config.update({key: metadata[key] for key in read.reader.unread() if key.startswith(f"{arch}.")})
     generation: GenerationDefaults = generation_defaults(config, {}, source)
     return ModelConfig(config, generation, source, container="gguf")
 

@@ -127,6 +127,12 @@ def test_gguf_sizes_and_end_ids() -> None:
     assert spec("qwen3", **{"attention.key_length": 20, "attention.value_length": 20}).layers[0].attention.head_dim == 20
 
 
+def test_gguf_keys_that_nothing_reads_are_listed() -> None:
+    changes = {"logit_scale": 0.5, "attention.causal": True, "expert_count": 0, "vocab_size": 98}
+    config = config_from_gguf(metadata("llama", **changes), TENSORS, "m.gguf")
+    assert resolve(config.mapping, config.source).unread == ("llama.attention.causal", "llama.logit_scale")
+
+
 def test_gguf_gemma_conventions() -> None:
     s = spec("gemma3", **{"attention.sliding_window": 32, "rope.freq_base": 1e6, "attention.key_length": 16})
     windows = [layer.attention.window for layer in s.layers]
@@ -175,6 +181,7 @@ def test_gguf_rope_scaling() -> None:
         ("llama", {"feed_forward_length": [70, 80]}, UnsupportedError, "config.unsupported"),
         ("llama", {"attention.value_length": 20}, UnsupportedError, "config.unsupported"),
         ("llama", {"rope.scaling.type": "spiral"}, UnsupportedError, "config.unsupported"),
+        ("llama", {"expert_count": 8}, UnsupportedError, "config.unsupported"),
         ("phi3", {"rope.scaling.type": "longrope"}, ConfigError, "config.missing"),
         ("llama", {"attention.head_count": 0}, ConfigError, "config.value"),
         ("llama", {"general.architecture": None}, ConfigError, "config.missing"),
