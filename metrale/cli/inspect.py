@@ -26,10 +26,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint's file or folder, a pulled name, or the word env")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens of a sequence for the memory estimate (default: the model's)"
+        "--context", type=_length, metavar="N", help="tokens of a sequence for the memory estimate (default: the model's)"
     )
     parser.add_argument("--nan", action="store_true", help="read every weight and warn of NaN and infinity")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _length(text: str) -> int:
+    """Return a number of tokens. Raises: ValueError, which argparse turns into wrong usage."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

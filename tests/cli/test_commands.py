@@ -77,12 +77,25 @@ def test_inspect_of_broken_files(tmp_path: Path, name: str, content: bytes) -> N
     assert done.stderr.count("\n") == 1
 
 
+def test_inspect_refuses_a_negative_context(tiny: Path) -> None:
+    done = metrale("inspect", str(tiny), "--context", "-5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--context" in done.stderr
+
+
 def test_doctor() -> None:
     done = metrale("doctor")
     assert done.returncode == 0, done.stdout
     assert done.stderr == ""
     for part in ("python", "numba", "kernels", "threads", "memory", "cache", "compiler", "cuda"):
         assert part in done.stdout
+
+
+def test_doctor_reports_a_wrong_variable_beside_the_rest() -> None:
+    done = metrale("doctor", env={"METRALE_TREADS": "2"})
+    assert done.returncode == 0
+    assert "METRALE_TREADS: expected a known METRALE_ variable" in done.stdout
+    assert "memory" in done.stdout
 
 
 def test_pull(tmp_path: Path) -> None:
