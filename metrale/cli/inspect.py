@@ -20,6 +20,8 @@ EXAMPLES = """  metrale inspect smollm2-135m
   metrale inspect ./Llama-3.2-1B --tensors --context 4096
   metrale inspect env"""
 
+SCAN_BYTES = 2 << 30  # of weights that are read by default: a second or two
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
@@ -28,7 +30,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=_length, metavar="N", help="tokens of a sequence for the memory estimate (default: the model's)"
     )
-    parser.add_argument("--nan", action="store_true", help="read every weight and warn of NaN and infinity")
+    scan = parser.add_mutually_exclusive_group()
+    scan.add_argument(
+        "--nan",
+        action="store_true",
+        default=None,
+        help="read every weight and warn of NaN and infinity (default: when the weights are below 2 GiB)",
+    )
+    scan.add_argument("--no-nan", action="store_false", dest="nan", help="do not read the weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -50,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
-def inspect(path: Path, *, context: int | None = None, scan_nan: bool = False) -> dict[str, Any]:
+def inspect(path: Path, *, context: int | None = None, scan_nan: bool | None = False) -> dict[str, Any]:
     """Return what is known of a checkpoint as plain data; problems are listed, not raised.
 
+    scan_nan: read every weight and warn of NaN and infinity; None: when the weights are below `SCAN_BYTES`.
     Raises: WeightError for a container that cannot be read at all.
     """
     from metrale.formats import open_checkpoint
@@ -72,7 +82,7 @@ def inspect(path: Path, *, context: int | None = None, scan_nan: bool = False) -
             _understand(checkpoint, path, report, context)
         except MetraleError as error:
             report["problems"].append(f"{error} [{error.code}]")
-        if scan_nan:
+        if report["weight_bytes"] < SCAN_BYTES if scan_nan is None else scan_nan:
             _scan(checkpoint, report)
     return report
 

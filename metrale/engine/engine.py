@@ -200,6 +200,11 @@ class Engine:
             request.prompt_logprobs.append(TokenLogprob(entry.token, entry.logprob, entry.top))
         for token in result.tokens:
             choice = running[token.seq_id]
+            if not token.finite:
+                self._fail(choice.request, _not_finite(token))
+                touched[choice.request.request_id] = choice.request
+            if choice.finished:
+                continue  # its request has just failed
             first = not choice.ready
             choice.prefilled, choice.ready = token.index, True
             if first and choice.index == 0 and not choice.output and len(choice.request.choices) > 1:
@@ -287,3 +292,12 @@ class Engine:
                 self._scheduler.release(choice)
                 choice.finish_reason = "cancelled"
         self._open.pop(request.request_id, None)
+
+
+def _not_finite(token: TokenResult) -> StepFailure:
+    """Return the failure of a sequence whose logits are NaN: its id 0 is no choice, and what follows would be noise."""
+    message = (
+        f"sequence {token.seq_id}: expected logits to choose token {token.index} from, got NaN; the weights may be damaged: "
+        "run `metrale inspect --nan` on the checkpoint"
+    )
+    return StepFailure("decode", (token.seq_id,), "DeviceError", "device.not_finite", message)

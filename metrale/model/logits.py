@@ -33,12 +33,17 @@ def choose(core: Core, ops: Ops, batch: RowBatch, logits: Any, *, logprobs: bool
 
 
 def token_result(core: Core, seq: Sequence, token: int, ticket: Ticket, row: int) -> TokenResult:
-    """Return what a step yielded for a sequence, whose next token this is."""
+    """Return what a step yielded for a sequence, whose next token this is.
+
+    A row whose logits are all NaN yields id 0. So only when that id was chosen is a logit looked at, its own: one number
+    of a row, and in the steady state none.
+    """
+    finite = token != 0 or not np.isnan(core.backend.download(core.logits[row][:1])).any()
     k = seq.sampling.logprobs
     if k is None:
-        return TokenResult(seq.seq_id, seq.launched, token)
+        return TokenResult(seq.seq_id, seq.launched, token, finite=finite)
     logprob, top = core.results.logprobs(ticket, row, k)
-    return TokenResult(seq.seq_id, seq.launched, token, logprob, top)
+    return TokenResult(seq.seq_id, seq.launched, token, logprob, top, finite and not np.isnan(logprob))
 
 
 def row_logits(core: Core, hidden: Array) -> Iterator[Any]:
@@ -65,7 +70,8 @@ def prompt_logprobs(core: Core, seq: Sequence, start: int, stop: int, hidden: Ar
 def _prompt_logprob(seq: Sequence, index: int, logits: Any, k: int) -> PromptLogprob:
     """Return one token's log-probability and the k best; NaN counts as -inf, ties go to the lower id."""
     values = np.where(np.isnan(logits), -np.inf, logits.astype(np.float64))
-    shifted = values - values.max()
+    with np.errstate(invalid="ignore"):  # a row that is all NaN
+        shifted = values - values.max()
     logp = shifted - np.log(np.exp(shifted).sum())
     best = np.argsort(-logp, kind="stable")[:k]
     token = seq.tokens[index]

@@ -127,7 +127,8 @@ class TokenResult:
     """A token a sequence has got: its id, its index in the token list, and what was asked about it.
 
     logprob: natural-log probability under the model's own distribution (before penalties, bias and temperature), None
-    when not asked for. top: (token, logprob) of the k best, best first, ties to the lower id.
+    when not asked for. top: (token, logprob) of the k best, best first, ties to the lower id. finite: False when there
+    was nothing to choose from because the row's logits are NaN.
     """
 
     seq_id: int
@@ -135,6 +136,7 @@ class TokenResult:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

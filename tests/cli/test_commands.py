@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from metrale.cli import inspect
 from tests.cli.terminal import metrale
 from tests.engine.tiny_checkpoint import tensors, write
 from tests.hostile.refusal import LFS
@@ -41,10 +42,23 @@ def test_inspect_warns_of_nan(tmp_path: Path) -> None:
     weights = tensors()
     weights["model.norm.weight"][:3] = np.nan
     folder = write(tmp_path / "nan", weights=weights)
-    done = metrale("inspect", str(folder), "--nan")
-    assert done.returncode == 0
-    assert "warning: model.norm.weight: 3 of 32 values are NaN or infinite" in done.stdout
-    assert "warning" not in metrale("inspect", str(folder)).stdout
+    for options in ((), ("--nan",)):
+        done = metrale("inspect", str(folder), *options)
+        assert done.returncode == 0
+        assert "warning: model.norm.weight: 3 of 32 values are NaN or infinite" in done.stdout
+    assert "warning" not in metrale("inspect", str(folder), "--no-nan").stdout
+
+
+def test_inspect_reads_weights_below_a_size(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned: list[int] = []
+    monkeypatch.setattr(inspect, "_scan", lambda checkpoint, report: scanned.append(report["weight_bytes"]))
+    inspect.inspect(tiny, scan_nan=None)
+    assert len(scanned) == 1
+    monkeypatch.setattr(inspect, "SCAN_BYTES", scanned[0])
+    inspect.inspect(tiny, scan_nan=None)
+    assert len(scanned) == 1
+    inspect.inspect(tiny, scan_nan=True)
+    assert len(scanned) == 2
 
 
 def test_inspect_tells_what_is_not_supported(tmp_path: Path, tiny: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from metrale import LLM, SamplingParams
-from metrale.errors import ConfigError, MetraleError, UnsupportedError, WeightError
+from metrale.errors import ConfigError, DeviceError, MetraleError, UnsupportedError, WeightError
 from tests.engine.tiny_checkpoint import END, tensors, write
 from tests.hostile.refusal import LFS
 
@@ -107,16 +107,49 @@ def test_an_unread_key_is_no_damage(whole: Path, tmp_path: Path) -> None:
     LLM(tmp_path / "more", **OPTIONS).close()
 
 
-@pytest.mark.parametrize("bad", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
-def test_nan_weights_crash_nothing(tmp_path: Path, bad: str) -> None:
+@pytest.mark.parametrize("bad", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_nan_weights_end_the_request(tmp_path: Path, bad: str) -> None:
     weights = tensors()
     weights[bad].flat[7] = np.nan
     weights[bad].flat[3] = np.inf
+    with LLM(write(tmp_path / "nan", weights=weights), **OPTIONS) as llm:
+        for params in (
+            SamplingParams(temperature=0, max_tokens=5),
+            SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1),
+            SamplingParams(temperature=1.0, seed=1, top_p=0.9, top_k=5, max_tokens=5, n=2),
+        ):
+            with pytest.raises(DeviceError, match="metrale inspect --nan") as caught:
+                llm.generate("abc", params)
+            assert caught.value.code == "device.not_finite"
+        assert llm.model.live_sequences() == ()
+
+
+def test_nan_in_mid_answer_ends_its_request_alone(tmp_path: Path) -> None:
+    """One token's embedding is damaged: who never meets it goes on."""
+    weights = tensors()
+    with LLM(write(tmp_path / "whole", weights=weights), **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        first, other = llm.generate("abc", params).token_ids, llm.generate("xyz", params).token_ids
+    bad = next(t for t in first if t not in (*other, *b"abcxyz"))
+    weights["model.embed_tokens.weight"][bad] = np.nan
+    with LLM(write(tmp_path / "nan", weights=weights), **OPTIONS) as llm:
+        one, two = (llm._engine.submit(llm.tokenizer.encode(text), params) for text in ("abc", "xyz"))
+        llm._engine.run([one, two])
+        assert isinstance(one.error, DeviceError)
+        assert one.error.code == "device.not_finite"
+        assert one.choices[0].output == list(first[: first.index(bad) + 1])
+        assert two.error is None
+        assert two.choices[0].output == list(other)
+
+
+def test_one_nan_logit_is_never_chosen(tmp_path: Path) -> None:
+    weights = tensors()
+    weights["lm_head.weight"].flat[7] = np.nan
     with LLM(write(tmp_path / "nan", weights=weights), **OPTIONS) as llm:
         for params in (
             SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=1),
             SamplingParams(temperature=1.0, seed=1, top_p=0.9, top_k=5, max_tokens=5, n=2),
         ):
             result = llm.generate("abc", params)
-            assert all(0 <= i <= END + 2 for c in result.completions for i in c.token_ids)
+            assert all(0 < i <= END + 2 for c in result.completions for i in c.token_ids)
         assert llm.model.live_sequences() == ()
