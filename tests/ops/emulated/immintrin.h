@@ -36,6 +36,7 @@ FLOATS(_mm512_add_ps, x.f[l] + y.f[l])
 FLOATS(_mm512_sub_ps, x.f[l] - y.f[l])
 FLOATS(_mm512_mul_ps, x.f[l] * y.f[l])
 FLOATS(_mm512_div_ps, x.f[l] / y.f[l])
+FLOATS(_mm512_max_ps, x.f[l] > y.f[l] ? x.f[l] : y.f[l])
 FLOATS(_mm512_xor_ps, bits_to_float(float_to_bits(x.f[l]) ^ float_to_bits(y.f[l])))
 EMU __m512 _mm512_fmadd_ps(__m512 x, __m512 y, __m512 z) { __m512 r; LANES r.f[l] = fmaf(x.f[l], y.f[l], z.f[l]); return r; }
 EMU __mmask16 _mm512_cmp_ps_mask(__m512 x, __m512 y, int op) {

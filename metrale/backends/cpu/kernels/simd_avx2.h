@@ -49,6 +49,7 @@ INLINE vf vf_if_gt(vf x, vf limit, vf p, vf q) {
     return VF(_mm256_blendv_ps(q.a, p.a, _mm256_cmp_ps(x.a, limit.a, _CMP_GT_OQ)),
               _mm256_blendv_ps(q.b, p.b, _mm256_cmp_ps(x.b, limit.b, _CMP_GT_OQ)));
 }
+INLINE vf vf_max(vf x, vf y) { return VF(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
 INLINE vf vf_from_int(vi x) { return VF(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
 INLINE vf vf_cast(vi x) { return VF(_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)); }
 INLINE vi vi_cast(vf x) { return VI(_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)); }

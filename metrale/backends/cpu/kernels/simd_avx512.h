@@ -35,6 +35,7 @@ INLINE vf vf_neg(vf x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
 INLINE vf vf_if_gt(vf x, vf limit, vf p, vf q) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ), q, p);
 }
+INLINE vf vf_max(vf x, vf y) { return _mm512_max_ps(x, y); }
 INLINE vf vf_from_int(vi x) { return _mm512_cvtepi32_ps(x); }
 INLINE vf vf_cast(vi x) { return _mm512_castsi512_ps(x); }
 INLINE vi vi_cast(vf x) { return _mm512_castps_si512(x); }

@@ -34,6 +34,8 @@ INLINE vf vf_fma(vf a, vf b, vf c) { EACH a.v[l] = fmaf(a.v[l], b.v[l], c.v[l]);
 INLINE vf vf_neg(vf a) { EACH a.v[l] = bits_to_float(float_to_bits(a.v[l]) ^ 0x80000000u); return a; }
 /* a where x > limit, else b */
 INLINE vf vf_if_gt(vf x, vf limit, vf a, vf b) { EACH a.v[l] = x.v[l] > limit.v[l] ? a.v[l] : b.v[l]; return a; }
+/* x where x > y, else y, which so is the result of a NaN: as x86 does it */
+INLINE vf vf_max(vf x, vf y) { return vf_if_gt(x, y, x, y); }
 INLINE vf vf_from_int(vi a) { vf r; EACH r.v[l] = (float)a.v[l]; return r; }
 INLINE vf vf_cast(vi a) { vf r; memcpy(&r, &a, 64); return r; }
 INLINE vi vi_cast(vf a) { vi r; memcpy(&r, &a, 64); return r; }

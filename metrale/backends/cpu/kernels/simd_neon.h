@@ -51,6 +51,7 @@ INLINE vf vf_neg(vf x) { vf r = FOUR(E); return r; }
 #define E(i) vbslq_f32(vcgtq_f32(x.v[i], limit.v[i]), p.v[i], q.v[i])
 INLINE vf vf_if_gt(vf x, vf limit, vf p, vf q) { vf r = FOUR(E); return r; }
 #undef E
+INLINE vf vf_max(vf x, vf y) { return vf_if_gt(x, y, x, y); }
 #define E(i) vcvtq_f32_s32(x.v[i])
 INLINE vf vf_from_int(vi x) { vf r = FOUR(E); return r; }
 #undef E
