@@ -1,6 +1,10 @@
 """Chat templates: a conversation as the text its model was trained on.
 
 Templates are Jinja, rendered as transformers renders them, in Jinja's immutable sandbox with bounds of our own.
+
+Content may be a list of parts. A template that goes through the parts gets the list, as in transformers. Most only print
+`content` as a string, and would print a Python list; for those the text parts are joined by line ends. Which kind a
+template is, is found by rendering one text part in the message's role.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from metrale.errors import RequestError
+from metrale.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 Message = Mapping[str, Any]
+
+MEDIA = ("image", "audio", "video")  # in the "type" of a part: image, image_url, input_image, ...
+PROBE = "a2b3c4d5"  # text that no template writes of its own
 
 
 class ChatTemplate:
@@ -51,16 +58,21 @@ class ChatTemplate:
         passed on. name: a template other than the usual one. now: what ``strftime_now`` reads, by default the clock.
         variables: anything else the template reads (``enable_thinking``).
         Raises: RequestError ``chat.messages`` for a malformed conversation, ``chat.template`` when there is no template,
-        it does not compile, refuses the conversation, fails, or exceeds its bounds.
+        it does not compile, refuses the conversation, fails, or exceeds its bounds; UnsupportedError ``chat.parts`` for
+        parts that are images, audio or video, or that the template does not go through and are no text.
         """
         check_messages(messages)
         for label, items in (("tools", tools), ("documents", documents)):
             if items is not None and (isinstance(items, (str, Mapping)) or not all(isinstance(i, Mapping) for i in items)):
                 raise RequestError(f"{label}: expected a list of objects, got {items!r:.80}; pass JSON schemas as dicts",
                                    code="chat.messages")
-        template = _compiled(self._source(name, tools))
+        source = self._source(name, tools)
+        template = _compiled(source)
+        tokens = tuple(sorted(self.named_tokens.items()))
+        given = [m if isinstance(m.get("content"), (str, type(None))) or _takes_parts(source, m["role"], tokens)
+                 else _flattened(i, m) for i, m in enumerate(messages)]
         text = _run(template, {
-            **self.named_tokens, **variables, "messages": messages, "tools": tools, "documents": documents,
+            **self.named_tokens, **variables, "messages": given, "tools": tools, "documents": documents,
             "add_generation_prompt": add_generation_prompt, "strftime_now": (now or datetime.now()).strftime,
         })
         try:
@@ -85,7 +97,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     """Raise RequestError (``chat.messages``) unless this is a conversation.
 
     A list of at least one object; each has a "role", a non-empty string, and a "content": a string, a list of objects
-    with a "type", or nothing beside tool calls.
+    with a "type", or nothing beside tool calls. Raises UnsupportedError ``chat.parts`` for images, audio and video.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages: expected a non-empty list of objects with role and content, got {messages!r:.80}; pass "
@@ -103,6 +115,8 @@ def check_messages(messages: Sequence[Message]) -> None:
             for j, part in enumerate(content):
                 if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
                     raise _bad(i, f".content[{j}]", 'an object with a "type"', f"{part!r:.80}")
+                if any(kind in part["type"] for kind in MEDIA):
+                    raise _no_such_part(i, j, part["type"])
                 if part["type"] == "text" and not isinstance(part.get("text"), str):
                     raise _bad(i, f".content[{j}].text", "a string", f"{part.get('text')!r:.80}")
         elif content is not None and not isinstance(content, str):
@@ -111,6 +125,34 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 def _bad(index: int, where: str, expected: str, got: str) -> RequestError:
     return RequestError(f"messages[{index}]{where}: expected {expected}, got {got}; correct the message", code="chat.messages")
+
+
+def _no_such_part(index: int, part: int, kind: str) -> UnsupportedError:
+    return UnsupportedError(f"messages[{index}].content[{part}]: expected a text part, got {kind!r:.80}, which this build "
+                            "cannot read; send text parts only", code="chat.parts")
+
+
+def _flattened(index: int, message: Message) -> Message:
+    """Return a message whose content is the text of its parts, joined by line ends."""
+    for j, part in enumerate(message["content"]):
+        if part["type"] != "text":
+            raise _no_such_part(index, j, part["type"])
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+
+
+@lru_cache(maxsize=64)
+def _takes_parts(source: str, role: str, named_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Say whether a template goes through the parts of a message of this role, rather than print the list."""
+    user, probe = {"role": "user", "content": "x"}, {"role": role, "content": [{"type": "text", "text": PROBE}]}
+    messages = [probe] if role == "user" else [probe, user] if role in ("system", "developer") else [user, probe]
+    try:
+        text = _run(_compiled(source), {
+            **dict(named_tokens), "messages": messages, "tools": None, "documents": None, "add_generation_prompt": True,
+            "strftime_now": datetime(2000, 1, 1).strftime,
+        })
+    except RequestError:
+        return False
+    return PROBE in text and "'type'" not in text and '"type"' not in text
 
 
 @lru_cache(maxsize=1)

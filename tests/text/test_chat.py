@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metrale.errors import RequestError
+from metrale.errors import RequestError, UnsupportedError
 from metrale.text.chat import ChatTemplate
 from tests.text.templates import NAMED, TEMPLATES
 
@@ -118,11 +118,46 @@ def test_messages_cannot_be_changed() -> None:
     assert messages == [{"role": "user", "content": "a"}]
 
 
-def test_content_parts_reach_the_template() -> None:
-    source = ("{% for m in messages %}{% for part in m.content %}"
-              "{{ part.text if part.type == 'text' else '<img>' }}{% endfor %}{% endfor %}")
-    parts = [{"type": "text", "text": "look: "}, {"type": "image", "url": "u"}]
-    assert ChatTemplate(source).render([{"role": "user", "content": parts}]) == "look: <img>"
+PARTS = [{"type": "text", "text": "look: "}, {"type": "text", "text": "here"}]
+GOES_THROUGH = ("{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+                "{{ part.text if part.type == 'text' else '<' + part.type + '>' }}{% endfor %}{% endif %}{% endfor %}")
+
+
+def test_content_parts_reach_a_template_that_goes_through_them() -> None:
+    assert ChatTemplate(GOES_THROUGH).render([{"role": "user", "content": PARTS}]) == "look: here"
+    mixed = [*PARTS, {"type": "citation", "of": "x"}]
+    assert ChatTemplate(GOES_THROUGH).render([{"role": "user", "content": mixed}]) == "look: here<citation>"
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_text_parts_are_joined_for_a_template_that_prints_content(family: str) -> None:
+    template = ChatTemplate(TEMPLATES[family], NAMED)
+    parted, joined = [{"role": "user", "content": PARTS}], [{"role": "user", "content": "look: \nhere"}]
+    assert template.render(parted) == template.render(joined)
+    assert parted[0]["content"] == PARTS
+    for role in ("system", "assistant"):
+        parted, joined = ([{"role": role, "content": PARTS}, USER], [{"role": role, "content": "look: \nhere"}, USER])
+        if role == "assistant":
+            parted, joined = [USER, parted[0]], [USER, joined[0]]
+        try:
+            expected = template.render(joined)
+        except RequestError:
+            continue  # a role this template refuses
+        assert template.render(parted) == expected
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_media_parts_are_refused_by_name(kind: str) -> None:
+    for source in (GOES_THROUGH, TEMPLATES["smollm2"]):
+        with pytest.raises(UnsupportedError, match=rf"messages\[0\]\.content\[2\]: expected .*, got '{kind}'") as caught:
+            ChatTemplate(source, NAMED).render([{"role": "user", "content": [*PARTS, {"type": kind}]}])
+        assert caught.value.code == "chat.parts"
+
+
+def test_other_parts_are_refused_where_they_would_be_lost() -> None:
+    with pytest.raises(UnsupportedError, match="got 'citation'") as caught:
+        ChatTemplate(TEMPLATES["smollm2"], NAMED).render([{"role": "user", "content": [{"type": "citation"}]}])
+    assert caught.value.code == "chat.parts"
 
 
 @pytest.mark.parametrize(("messages", "said"), [
