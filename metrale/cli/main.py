@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a metrale error (its sentence and code on stderr), 2 wron
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import logging
@@ -17,24 +18,50 @@ from metrale.errors import MetraleError
 
 # Command -> module with HELP, EXAMPLES, `arguments(parser)` and `run(args) -> int`; imported when it is chosen.
 COMMANDS = ("generate", "chat", "inspect", "doctor", "pull")
+# What metrale depends on; each package is named like its module.
+LIBRARIES = ("numpy", "numba", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "tqdm")
+# What writing can end in; an error of a file that cannot be opened or read names it.
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
     try:
-        status = _run(argv)
-        sys.stdout.flush()  # a reader that has left is noticed here, not at exit
-        return status
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # a reader that has left, or a full disk, is noticed here, not at exit
     except MetraleError as error:
         print(f"metrale: {error} [{error.code}]", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in LIBRARIES:
+            raise
+        print(
+            f"metrale: {package}: expected it to be importable, got: {error}; run `python -m pip install {package}` "
+            "[install.missing]",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has left (`metrale generate ... | head`): nothing is wrong, and nothing more can be said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in OUTPUT_ERRORS:
+            raise
+        print(f"metrale: stdout: expected to take the output, got {error}; write it elsewhere [cli.output]", file=sys.stderr)
+        _drop_output()
+        return 1
+
+
+def _drop_output() -> None:
+    """Send what waits for stdout nowhere, so that the interpreter's exit does not try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str] | None) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from metrale.cli import inspect
+from metrale.cli.main import LIBRARIES
 from tests.cli.terminal import metrale
 from tests.engine.tiny_checkpoint import tensors, write
 from tests.hostile.refusal import LFS
@@ -91,10 +93,37 @@ def test_inspect_of_broken_files(tmp_path: Path, name: str, content: bytes) -> N
     assert done.stderr.count("\n") == 1
 
 
+def test_inspect_asks_the_safetensors_library_too(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors
+
+    def refuse(*args: object, **options: object) -> None:
+        raise safetensors.SafetensorError("no")
+
+    assert inspect.inspect(tiny)["warnings"] == []
+    monkeypatch.setattr(safetensors, "safe_open", refuse)
+    (warning,) = inspect.inspect(tiny)["warnings"]
+    assert "the safetensors library accepts, got: no" in warning
+
+
 def test_inspect_refuses_a_negative_context(tiny: Path) -> None:
     done = metrale("inspect", str(tiny), "--context", "-5")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--context" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["numpy", "tokenizers", "jinja2"])
+def test_a_missing_library_is_one_sentence(tiny: Path, tmp_path: Path, package: str) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
+    done = metrale("generate", str(tiny), "abc", "--chat", "--max-tokens", "1", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"metrale: {package}: expected it to be importable, got: ")
+    assert done.stderr.endswith(f"; run `python -m pip install {package}` [install.missing]\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_libraries_are_the_declared_ones() -> None:
+    declared = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [line.partition(">=")[0] for line in declared] == list(LIBRARIES)
 
 
 def test_doctor() -> None:

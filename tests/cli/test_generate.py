@@ -125,6 +125,25 @@ def test_a_reader_that_leaves(tiny: Path, args: list[str]) -> None:
     assert said == b""
 
 
+FULL = [["generate", "{tiny}", "abc", "--max-tokens", "9"], ["inspect", "{tiny}", "--tensors"], ["inspect", "env"]]
+
+
+# Without a buffer argparse itself drops the error of its write.
+@pytest.mark.parametrize(
+    ("args", "unbuffered"), [*((args, mode) for args in FULL for mode in ("", "1")), (["--version"], "")]
+)
+def test_a_full_disk(tiny: Path, args: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*COMMAND, *(a.format(tiny=tiny) for a in args)],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("metrale: stdout: expected to take the output, got [Errno 28]")
+    assert done.stderr.endswith("[cli.output]\n")
+
+
 def test_ctrl_c_at_any_time(tiny: Path) -> None:
     """From the first import to the middle of the answer: status 130 and no traceback, or the whole answer."""
     for delay in (0.15, 0.3, 0.5, 0.8, 1.2):
