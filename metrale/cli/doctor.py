@@ -58,7 +58,7 @@ def _environment() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    for name in ("numpy", "numba", "tokenizers", "jinja2", "huggingface_hub"):
+    for name in ("numpy", "numba", "safetensors", "tokenizers", "jinja2", "huggingface_hub"):
         try:
             yield Finding("libraries", f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

@@ -78,6 +78,8 @@ def inspect(path: Path, *, context: int | None = None, scan_nan: bool | None = F
             "problems": [],
             "warnings": [],
         }
+        if checkpoint.container == "safetensors":
+            _second_opinion(checkpoint, report)
         try:
             _understand(checkpoint, path, report, context)
         except MetraleError as error:
@@ -85,6 +87,22 @@ def inspect(path: Path, *, context: int | None = None, scan_nan: bool | None = F
         if report["weight_bytes"] < SCAN_BYTES if scan_nan is None else scan_nan:
             _scan(checkpoint, report)
     return report
+
+
+def _second_opinion(checkpoint: Checkpoint, report: dict[str, Any]) -> None:
+    """Warn where the format's own library refuses a file that our reader took.
+
+    Our reader is its own because the library's NumPy front end copies what it reads and has no bf16.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in checkpoint.files:
+        try:
+            with safe_open(str(file.path), framework="np") as other:
+                other.keys()
+        except SafetensorError as error:
+            message = f"{file.path}: expected a file the safetensors library accepts, got: {error}; fetch it again"
+            report["warnings"].append(message)
 
 
 def _understand(checkpoint: Checkpoint, path: Path, report: dict[str, Any], context: int | None) -> None:
