@@ -49,6 +49,14 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None
     assert start(tmp_path) == "True True, warned"
 
 
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("not a folder")
+    environ = {"METRALE_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    script = SCRIPT + "jit.address('rows_begin')"
+    done = subprocess.run([sys.executable, "-c", script], env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.count("cannot be kept") == 1
+
+
 def test_the_name_follows_the_source(tmp_path: Path) -> None:
     names = set()
     for text in ("a", "b"):

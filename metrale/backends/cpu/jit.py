@@ -63,6 +63,8 @@ def address(name: str) -> int:
     return int(_compiled(name).address)
 
 
+_NOT_KEPT: Final[set[str]] = set()  # folders that have been warned of
+
 # Code that programs hold addresses of stays for the life of the process.
 _LOADED: Final[list[LoadedObject]] = []
 
@@ -112,6 +114,13 @@ def _processor() -> list[str]:
     except OSError:
         return [platform.processor()]
     return [line for line in first.splitlines() if line.split("\t")[0].split(":")[0].strip() in keys]
+
+
+def _warn_not_kept(folder: str, error: str) -> None:
+    """Warn once a folder that kernels cannot be kept there, whichever kernel met it first and how."""
+    if folder not in _NOT_KEPT:
+        _NOT_KEPT.add(folder)
+        log.warning("kernels: their machine code cannot be kept in %s (%s); it is compiled at every start", folder, error)
 
 
 class KernelFile:
@@ -174,7 +183,7 @@ class KernelFile:
                     os.unlink(file.name)
                     raise
         except OSError as error:
-            log.warning("kernel %s: its machine code cannot be kept (%s); it is compiled at every start", self.name, error)
+            _warn_not_kept(str(path.parent), str(error))
 
     def _read(self) -> tuple[bytes, bytes, bytes] | None:
         """Return symbol, object file and pickle, or None when there is no whole file."""
