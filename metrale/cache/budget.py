@@ -23,12 +23,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the cache is for: the longest context, the longest chunk, and how many sequences may run at once."""
+    """What the cache is for: the longest context, the longest chunk, and how many sequences may run at once.
+
+    chosen: why this context, when the user did not name it.
+    """
 
     context_tokens: int
     chunk_tokens: int
     rows: int
     block_tokens: int
+    chosen: str = ""
 
 
 def plan_blocks(plan: CachePlan, demand: Demand, *, block_bytes: int, free_bytes: int, limit_bytes: int | None) -> Budget:
@@ -49,10 +53,12 @@ def plan_blocks(plan: CachePlan, demand: Demand, *, block_bytes: int, free_bytes
     if fits < one:
         per = block_bytes * len(plan.groups) // demand.block_tokens
         most = max(0, fits) // len(plan.groups) * demand.block_tokens
+        why = f", {demand.chosen}" if demand.chosen else ""
+        remedy = f" or set a context of at most {most} tokens" if most else f", at least {_mib((1 + one) * block_bytes)}"
         raise CapacityError(
-            f"K/V cache: expected room for one context of {demand.context_tokens} tokens ({one} blocks of {_kib(block_bytes)}, "
-            f"{_mib(one * block_bytes)}; {_kib(per)} a token), got {_mib(room)}; give it more memory or set a context of "
-            f"at most {most} tokens",
+            f"K/V cache: expected room for one context of {demand.context_tokens} tokens{why} ({one} blocks of "
+            f"{_kib(block_bytes)}, {_mib(one * block_bytes)}; {_kib(per)} a token), got {_mib(room)}; "
+            f"give it more memory{remedy}",
             code="capacity.memory",
         )
     return Budget(1 + min(fits, one * demand.rows), block_bytes)

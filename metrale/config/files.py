@@ -55,7 +55,7 @@ def load_config(folder: Path) -> ModelConfig:
     mapping = read_json(path)
     generation = folder / "generation_config.json"
     extra = read_json(generation) if generation.exists() else {}
-    return ModelConfig(mapping, generation_defaults(mapping, extra, str(path)), str(path))
+    return ModelConfig(mapping, generation_defaults(mapping, extra, str(path), str(generation)), str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,31 +85,34 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def generation_defaults(config: Mapping[str, Any], extra: Mapping[str, Any], source: str) -> GenerationDefaults:
+def generation_defaults(
+    config: Mapping[str, Any], extra: Mapping[str, Any], source: str, extra_source: str = "generation_config.json"
+) -> GenerationDefaults:
     """Combine a config and a generation config: end ids are joined, of the rest the generation config wins.
 
+    source, extra_source: where the two came from, for error sentences.
     Raises: ConfigError ``config.type``.
     """
     inner = config.get("text_config")
-    places = (extra, config, inner if isinstance(inner, Mapping) else {})
+    places = ((extra, extra_source), (config, source), (inner if isinstance(inner, Mapping) else {}, source))
     eos: set[int] = set()
-    for place in places:
-        eos.update(_ids(place.get("eos_token_id"), source))
+    for place, name in places:
+        eos.update(_ids(place.get("eos_token_id"), f"{name}: eos_token_id"))
 
     def number(key: str, read: Any) -> Any:
-        value = next((place[key] for place in places if place.get(key) is not None), None)
+        value, name = next(((place[key], name) for place, name in places if place.get(key) is not None), (None, ""))
         if value is None:
             return None
         try:
             result = read(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
-                f"{source}: {key}: expected a number, got {value!r}; correct the config", code="config.type"
+                f"{name}: {key}: expected a number, got {value!r}; correct the config", code="config.type"
             ) from None
         return result if math.isfinite(result) else None
 
     def first_id(key: str) -> int | None:
-        ids = next((_ids(place.get(key), source) for place in places if place.get(key) is not None), ())
+        ids = next((_ids(place[key], f"{name}: {key}") for place, name in places if place.get(key) is not None), ())
         return ids[0] if ids else None
 
     sample = extra.get("do_sample")

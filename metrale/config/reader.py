@@ -213,6 +213,9 @@ class ConfigReader:
     def _typed(self, keys: Sequence[Name], default: Any, read: Callable[[Any], T], what: Name) -> Any:
         found = self._lookup(keys)
         if found is None:
+            null = next((key for key in keys if self._find(key) == (None,)), None)
+            if default is REQUIRED and null is not None:
+                raise ConfigError(f"{self.name(null)}: expected {what}, got null; correct the config", code="config.type")
             return self.get(*keys, default=default)
         key, value = found
         try:

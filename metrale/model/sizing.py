@@ -32,16 +32,19 @@ def plan_cache(spec: ModelSpec, config: EngineConfig, backend: Backend) -> Sized
 
     Raises: CapacityError (``capacity.memory``) when the named context, or the shortest useful one, does not fit.
     """
-    context = spec.max_context if config.max_context is None else config.max_context
+    context = wanted = spec.max_context if config.max_context is None else config.max_context
     free = backend.memory()[0]
     while True:
         try:
-            return _fit(spec, config, backend, context, free)
+            sized = _fit(spec, config, backend, context, free)
         except CapacityError:
-            if config.max_context is not None or context * 3 // 4 < SHORTEST_CONTEXT:
+            if config.max_context is not None or context <= SHORTEST_CONTEXT:
                 raise
-            context = context * 3 // 4
-            log.info("context: %d tokens, as memory does not hold more; max_context sets it", context)
+            context = max(context * 3 // 4, SHORTEST_CONTEXT)
+        else:
+            if context < wanted:
+                log.warning("context: %d tokens of the model's %d, as the K/V cache's memory holds no more", context, wanted)
+            return sized
 
 
 def _fit(spec: ModelSpec, config: EngineConfig, backend: Backend, context: int, free: int) -> Sized:
@@ -49,7 +52,9 @@ def _fit(spec: ModelSpec, config: EngineConfig, backend: Backend, context: int, 
     plan = plan_groups(layers, context_tokens=context, chunk_tokens=config.chunk_tokens, block_tokens=BLOCK_TOKENS)
     block_bytes = sum(backend.kv_block_bytes(heads, dim) for heads, dim in plan.arrays)
     limit = config.kv_memory_bytes if config.kv_blocks is None else config.kv_blocks * block_bytes
-    demand = Demand(context, config.chunk_tokens, config.max_rows, BLOCK_TOKENS)
+    chosen = "the model's own" if context == spec.max_context else "the shortest that is chosen when max_context is not set"
+    chosen = chosen if config.max_context is None else ""
+    demand = Demand(context, config.chunk_tokens, config.max_rows, BLOCK_TOKENS, chosen)
     budget = plan_blocks(
         plan, demand, block_bytes=block_bytes, free_bytes=int(free * FREE_SHARE) if limit is None else free, limit_bytes=limit
     )

@@ -206,6 +206,21 @@ def test_a_pool_that_cannot_hold_one_context(folder: Path) -> None:
         assert len(llm.generate("fits", SAMPLED).token_ids) == 7
 
 
+def test_a_context_that_nobody_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It shrinks to what fits and says so; below the shortest useful one the sentence tells where its length is from."""
+    long = write(tmp_path / "long", config={"max_position_embeddings": 4096})
+    with LLM(long, **{**OPTIONS, "kv_blocks": 40}) as llm:
+        assert llm.model.limits.context_tokens == 546
+    assert [r.levelname for r in caplog.records if "546 tokens of the model's 4096" in r.message] == ["WARNING"]
+    with refuses(CapacityError, "capacity.memory", "one context of 512 tokens, the shortest that is chosen when max_context"):
+        LLM(long, **{**OPTIONS, "kv_blocks": 8})
+    with refuses(CapacityError, "capacity.memory", "one context of 20 tokens (2 blocks"):
+        LLM(long, **{**OPTIONS, "kv_blocks": 2}, max_context=20)
+    caplog.clear()
+    LLM(long, **{**OPTIONS, "kv_blocks": 40}, max_context=600).close()
+    assert not caplog.records
+
+
 def test_text_ids_and_numpy_ids_are_the_same(llm: LLM) -> None:
     np = pytest.importorskip("numpy")
     ids = llm.tokenizer.encode("the same")

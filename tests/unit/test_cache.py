@@ -199,3 +199,8 @@ def test_a_cache_that_is_too_small_says_the_numbers() -> None:
     assert err.value.code == "capacity.memory"
     with pytest.raises(CapacityError, match="lower the cache's memory"):
         plan_blocks(plan, demand, block_bytes=1024, free_bytes=10**4, limit_bytes=10**6)
+    with pytest.raises(CapacityError, match=r"give it more memory, at least 8\.0 MiB$"):
+        plan_blocks(plan, demand, block_bytes=2**20, free_bytes=2**20, limit_bytes=None)
+    why = Demand(context_tokens=100, chunk_tokens=16, rows=4, block_tokens=P, chosen="the shortest")
+    with pytest.raises(CapacityError, match=r"one context of 100 tokens, the shortest \(7 blocks"):
+        plan_blocks(plan, why, block_bytes=1024, free_bytes=1024, limit_bytes=None)

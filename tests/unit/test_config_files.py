@@ -63,6 +63,16 @@ def test_damaged_files_are_refused(config: Any, generation: Any, code: str, tmp_
     assert error.value.code == code
 
 
+def test_the_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    for key, value in (("temperature", "hot"), ("eos_token_id", "x"), ("pad_token_id", 0.5)):
+        write(tmp_path, {"top_k": 5}, {key: value})
+        with pytest.raises(ConfigError, match=rf"generation_config\.json: {key}: expected "):
+            load_config(tmp_path)
+        write(tmp_path, {key: value}, {"top_k": 5})
+        with pytest.raises(ConfigError, match=rf"[^_]config\.json: {key}: expected "):
+            load_config(tmp_path)
+
+
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.json: expected a config file, got nothing; fetch it") as error:
         load_config(tmp_path)

@@ -65,6 +65,13 @@ def test_wrong_types_are_named(method: str, value) -> None:
     assert code(error) == "config.type"
 
 
+def test_null_is_named_where_a_value_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"rms_norm_eps: expected a number, got null") as caught:
+        reader(rms_norm_eps=None).positive("rms_norm_eps")
+    assert caught.value.code == "config.type"
+    assert reader(rms_norm_eps=None).positive("rms_norm_eps", default=1e-6) == 1e-6
+
+
 def test_floats_that_json_cannot_hold() -> None:
     r = reader(a={"__float__": "Infinity"}, b={"__float__": "-Infinity"}, c={"__float__": "NaN"}, d=3, e=4.0)
     assert r.float("a") == math.inf
