@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from metrale import LLM, SamplingParams
@@ -222,7 +223,6 @@ def test_a_context_that_nobody_named(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_text_ids_and_numpy_ids_are_the_same(llm: LLM) -> None:
-    np = pytest.importorskip("numpy")
     ids = llm.tokenizer.encode("the same")
     want = llm.generate("the same", SAMPLED).token_ids
     for prompt in (ids, tuple(ids), [np.int64(i) for i in ids], np.array(ids).tolist()):

@@ -10,8 +10,9 @@ import pytest
 from metrale.backends.base import RowBatch
 from tests.families import driver
 from tests.families.tiny import CASES, Case, build, prompt, save
+from tests.oracles import oracle_module
 
-pytest.importorskip("torch", reason="the checkpoints are made by transformers")
+oracle_module("torch", why="the checkpoints are made by transformers")
 pytestmark = pytest.mark.oracle
 
 CAPTURED = [c for c in CASES if c.id in ("llama", "gemma2", "olmo2")]

@@ -10,8 +10,9 @@ import pytest
 from metrale import LLM
 from tests.families.test_oracle import GREEDY
 from tests.families.tiny import BASE, Case, build, prompt, save
+from tests.oracles import oracle_module
 
-pytest.importorskip("torch", reason="the oracle needs torch and transformers")
+oracle_module("torch", why="the oracle needs torch and transformers")
 pytestmark = pytest.mark.oracle
 
 END = BASE["eos_token_id"]

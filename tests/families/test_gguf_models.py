@@ -11,9 +11,10 @@ from metrale.backends.reference import ReferenceBackend
 from tests.families import driver
 from tests.families.test_oracle import agree
 from tests.families.tiny import BASE, LLAMA3, LONGROPE, YARN, Case, build, oracle, prompt
+from tests.oracles import oracle_module
 
-pytest.importorskip("torch", reason="the oracle needs torch and transformers")
-pytest.importorskip("gguf", reason="the fixtures are written by the gguf package")
+oracle_module("torch", why="the oracle needs torch and transformers")
+oracle_module("gguf", why="the fixtures are written by the gguf package")
 pytestmark = pytest.mark.oracle
 
 # What GGUF says by convention: Gemma's windows alternate by 2 or 6, its query scale is the head's.

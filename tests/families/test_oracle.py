@@ -10,8 +10,9 @@ import pytest
 from metrale.backends.reference import ReferenceBackend
 from tests.families import driver
 from tests.families.tiny import BASE, CASES, Case, build, config_of, oracle, prompt, save
+from tests.oracles import oracle_module
 
-pytest.importorskip("torch", reason="the oracle needs torch and transformers")
+oracle_module("torch", why="the oracle needs torch and transformers")
 pytestmark = pytest.mark.oracle
 
 RELATIVE = {"f32": 1e-4, "f16": 0.03, "bf16": 0.2}  # by activation dtype; only float32 is exact enough to prove the mathematics

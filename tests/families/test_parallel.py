@@ -16,8 +16,9 @@ from metrale.backends.reference import ReferenceBackend, ReferenceComm
 from metrale.errors import UnsupportedError
 from tests.families import driver
 from tests.families.tiny import Case, build, prompt, save
+from tests.oracles import oracle_module
 
-pytest.importorskip("torch", reason="the checkpoints are made by transformers")
+oracle_module("torch", why="the checkpoints are made by transformers")
 pytestmark = pytest.mark.oracle
 
 EVEN = {"intermediate_size": 58, "vocab_size": 102}
@@ -91,7 +92,7 @@ WIDE = {
 @pytest.mark.parametrize("kind", ["reference", "cpu"])
 def test_two_ranks_share_packed_weights_on_block_bounds(kind: str, tmp_path: Path) -> None:
     """A GGUF file: q and k rows are put back in order within each rank's heads, columns are cut between blocks."""
-    pytest.importorskip("gguf", reason="the fixture is written by the gguf package")
+    oracle_module("gguf", why="the fixture is written by the gguf package")
     from tests.families import gguf_files
 
     path = gguf_files.write(build(Case("llama", "Llama", WIDE)), tmp_path / "tiny.gguf", block_format="q5_0")
@@ -103,7 +104,7 @@ def test_two_ranks_share_packed_weights_on_block_bounds(kind: str, tmp_path: Pat
 
 
 def test_columns_that_cut_a_block_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="the fixture is written by the gguf package")
+    oracle_module("gguf", why="the fixture is written by the gguf package")
     from tests.families import gguf_files
 
     odd = Case("llama", "Llama", {**WIDE, "intermediate_size": 160})  # 80 columns a rank, blocks of 32

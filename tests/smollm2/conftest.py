@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from metrale import LLM, hub
+from tests.oracles import oracle_module
 from tests.smollm2.prompts import PROMPTS
 
 NAME = "smollm2-135m"
@@ -58,9 +59,9 @@ def texts(exact: LLM) -> tuple[Text, ...]:
 @pytest.fixture(scope="session")
 def oracle_logits(smollm2_path: Path, texts: tuple[Text, ...]) -> tuple[np.ndarray, ...]:
     """transformers' float32 logits at every token of every text, (tokens, V) each."""
-    torch = pytest.importorskip("torch", reason="the oracle needs torch and transformers")
-    pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
-    pytest.importorskip("gguf", reason="the oracle's weights are read by the gguf package")
+    torch = oracle_module("torch", why="the oracle needs torch and transformers")
+    oracle_module("transformers", why="the oracle needs torch and transformers")
+    oracle_module("gguf", why="the oracle's weights are read by the gguf package")
     from tests.smollm2.oracle import open_oracle
 
     model: Any = open_oracle(smollm2_path)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from metrale import LLM
+from tests.oracles import oracle_module
 from tests.smollm2.conftest import NEW_TOKENS, Text
 
 pytestmark = [pytest.mark.model, pytest.mark.oracle]
@@ -80,7 +81,7 @@ def test_int8_activations_keep_the_distribution(
 def test_int8_activations_are_no_worse_than_llama_cpp(
     smollm2_path: Path, texts: tuple[Text, ...], our_logits: list[np.ndarray], oracle_logits: tuple[np.ndarray, ...]
 ) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install metrale[peers]")
+    llama_cpp = oracle_module("llama_cpp", why="the judge is in the peers extra")
     peer = llama_cpp.Llama(str(smollm2_path), n_ctx=1024, n_threads=2, logits_all=True, verbose=False)
     theirs = []
     for text in texts:

@@ -9,6 +9,7 @@ import pytest
 
 from metrale.errors import RequestError, UnsupportedError
 from metrale.text.chat import ChatTemplate
+from tests.oracles import oracle_module
 from tests.text.templates import NAMED, TEMPLATES
 
 USER = {"role": "user", "content": "What is <b> & \"c\"?\n"}
@@ -50,7 +51,7 @@ def by_transformers(source: str, messages: list[dict[str, Any]], **options: Any)
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 def test_equals_transformers(family: str, conversation: str) -> None:
-    pytest.importorskip("transformers", reason="the oracle is not installed")
+    oracle_module("transformers", why="the oracle is not installed")
     source, messages = TEMPLATES[family], CONVERSATIONS[conversation]
     for prompt in (True, False):
         for tools in (None, TOOLS):

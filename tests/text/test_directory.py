@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from metrale.errors import ConfigError, UnsupportedError
 from metrale.text import tokenizer as ours
 from metrale.text.pieces import byte_characters
+from tests.oracles import oracle_module
 from tests.text.corpus import HERE, corpus
 from tests.text.vocabularies import sentencepiece_metadata, train_sentencepiece
 
@@ -65,7 +66,7 @@ KINDS = {"bytes": byte_level, **{f"spm-{s}": (lambda s=s: sentencepiece(s)) for 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adds", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
 def test_equals_transformers(kind: str, adds: dict[str, bool], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="the oracle is not installed")
+    transformers = oracle_module("transformers", why="the oracle is not installed")
     folder = write(tmp_path, KINDS[kind](), CONFIG | adds)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     mine = ours.Tokenizer.from_directory(folder)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from metrale.errors import UnsupportedError
 from metrale.text import pretokenizers
 from metrale.text.tokenizer import Tokenizer
+from tests.oracles import oracle_module
 from tests.text.corpus import HERE, corpus
 from tests.text.vocabularies import PRE_NAMES, comparable, llama_cpp_of, small_bpe, write_gguf
 
@@ -83,7 +84,7 @@ def test_fuzz_against_llama_cpp(pre: str, tmp_path: Path) -> None:
     """Thousands of tricky texts, live."""
     import random
 
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install metrale[peers]")
+    oracle_module("llama_cpp", why="the judge is in the peers extra")
     rng = random.Random(pre)
     with llama_cpp_of(write_gguf(tmp_path / "v.gguf", small_bpe(pre))) as judge:
         for _ in range(2000):

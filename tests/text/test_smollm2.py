@@ -11,6 +11,7 @@ from metrale import hub
 from metrale.formats.gguf import open_gguf
 from metrale.text.pieces import byte_characters
 from metrale.text.tokenizer import Tokenizer
+from tests.oracles import oracle_module
 from tests.text.corpus import HERE, corpus
 from tests.text.vocabularies import llama_cpp_of
 
@@ -69,7 +70,7 @@ def test_chat(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.slow
 def test_live_llama_cpp(tokenizer: Tokenizer, path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install metrale[peers]")
+    oracle_module("llama_cpp", why="the judge is in the peers extra")
     with llama_cpp_of(path) as judge:
         for text in corpus():
             for special in (True, False):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from metrale.text import spm
 from metrale.text.tokenizer import Tokenizer
+from tests.oracles import oracle_module
 from tests.text.corpus import corpus
 from tests.text.vocabularies import llama_cpp_of, sentencepiece_metadata, train_sentencepiece, write_gguf
 
@@ -101,7 +102,7 @@ def test_merges_follow_the_scores() -> None:
 def test_live_llama_cpp(case: str, tmp_path: Path) -> None:
     import random
 
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install metrale[peers]")
+    oracle_module("llama_cpp", why="the judge is in the peers extra")
     _, tokenizer, metadata = trained(case)
     rng = random.Random(7)
     texts = corpus() + ["".join(rng.choice(PARTS) for _ in range(rng.randint(1, 12))) for _ in range(1000)]

@@ -11,6 +11,7 @@ from metrale.config.reader import ConfigReader
 from metrale.config.rope import read_rope
 from metrale.config.spec import RopeSpec
 from metrale.layers.rope import frequencies, rope_table
+from tests.oracles import oracle_module
 
 BASE = {"hidden_size": 96, "num_attention_heads": 4, "head_dim": 24, "num_hidden_layers": 1, "vocab_size": 32}
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {  # parameters, max_position_embeddings, context
@@ -92,7 +93,7 @@ def read(parameters: dict[str, Any], most: int) -> RopeSpec:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_equal_transformers(name: str) -> None:
-    pytest.importorskip("torch", reason="the oracle needs torch and transformers")
+    oracle_module("torch", why="the oracle needs torch and transformers")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
