@@ -17,14 +17,24 @@ from metrale.backends.cpu.threads import choose_threads
 
 N_PROMPT = 512
 N_DECODE = 128
+MIN_ROUNDS = 3
 SPINNER = [sys.executable, "-c", "while True: pass"]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the routine's options."""
     parser.add_argument("--model", default="smollm2-135m", help="a pulled name or a GGUF's path (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating runs of each engine (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=_rounds, default=MIN_ROUNDS, help="alternating runs of each engine, at least 3 (default: %(default)s)"
+    )
     parser.add_argument("--no-peers", action="store_true", help="measure metrale alone, against the read loop")
+
+
+def _rounds(text: str) -> int:
+    """Return a number of rounds. Raises: ArgumentTypeError below `MIN_ROUNDS`."""
+    if int(text) < MIN_ROUNDS:
+        raise argparse.ArgumentTypeError(f"expected at least {MIN_ROUNDS}, got {text}; fewer have no median")
+    return int(text)
 
 
 def measure(module: str, model: str, threads: int, extra: dict[str, str] | None = None) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def _median(runs: list[dict[str, Any]], key: str) -> float:
 
 def _ours(ours: list[dict[str, Any]], read: float, threads: int) -> list[Line]:
     decode = _median(ours, "decode_tok_s")
-    moved = decode * ours[0]["file_bytes"] / 1e9
+    moved = decode * ours[0]["weight_bytes"] / 1e9  # tensors only: a step reads no metadata
     grown = max(r["rss_peak"] - r["rss_before"] for r in ours)
     allowed = 1.3 * ours[0]["file_bytes"] + ours[0]["kv_bytes"]
     return [

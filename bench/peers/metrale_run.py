@@ -35,15 +35,18 @@ def main(argv: list[str]) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=n_decode + 1, ignore_eos=True)
         llm.generate(ids[:8], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
         runs = [llm.generate(ids, params).timings for _ in range(repeats)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    known = inspect(Path(path), context=n_prompt + n_decode + 1)
     print(
         json.dumps(
             {
                 "prefill_tok_s": max(n_prompt / t.first_token_s for t in runs),
                 "decode_tok_s": max(t.decode_tokens_per_s for t in runs),
                 "rss_before": before,
-                "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "rss_peak": peak,
                 "file_bytes": Path(path).stat().st_size,
-                "kv_bytes": inspect(Path(path), context=n_prompt + n_decode + 1)["memory"]["kv_bytes"],
+                "weight_bytes": known["weight_bytes"],
+                "kv_bytes": known["memory"]["kv_bytes"],
                 "version": __version__,
             }
         )
