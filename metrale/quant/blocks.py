@@ -37,6 +37,12 @@ BLOCKS: Final[dict[str, Format]] = {
 }
 
 
+# Where a block's float16 numbers are: it holds a NaN or an infinity exactly when one of them is one.
+HALVES: Final[dict[str, tuple[int, ...]]] = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+}  # fmt: skip
+
+
 def dequantize(form: str, data: NDArray[Any], k: int) -> F32:
     """Return packed rows as float32.
 

@@ -14,7 +14,7 @@ from metrale.backends.base import Backend, PackedWeight, WeightPart
 from metrale.dtypes import bf16_to_f32
 from metrale.errors import UnsupportedError, WeightError
 from metrale.formats import FORMATS, TensorView
-from metrale.quant.blocks import BLOCKS, dequantize
+from metrale.quant.blocks import BLOCKS, HALVES, dequantize
 from metrale.weights.index import TensorIndex
 from metrale.weights.map import Matrix, Part, Rows, WeightMap
 from metrale.weights.preflight import preflight
@@ -223,10 +223,19 @@ def count_not_finite(tensor: TensorView) -> int:
         if tensor.format == "bf16":
             values = bf16_to_f32(piece)
         elif tensor.format in BLOCKS:
-            values = dequantize(tensor.format, piece, tensor.columns)
+            values = _damaged_blocks(tensor.format, piece)
         total += int(values.size - np.count_nonzero(np.isfinite(values)))
     tensor.release()
     return total
+
+
+def _damaged_blocks(form: str, rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of the blocks with a number that is not finite; of the others only that number is looked at."""
+    blocks = rows.reshape(-1, BLOCKS[form].nbytes)
+    bad = (blocks[:, HALVES[form][0] + 1] & 0x7C) == 0x7C  # all bits of a float16's exponent
+    for offset in HALVES[form][1:]:
+        bad |= (blocks[:, offset + 1] & 0x7C) == 0x7C
+    return dequantize(form, blocks[bad], BLOCKS[form].block)
 
 
 def _pieces(rows: NDArray[Any], step: int) -> Iterator[NDArray[Any]]:

@@ -15,6 +15,8 @@ from metrale.backends.base import Comm
 from metrale.backends.reference import ReferenceBackend
 from metrale.errors import UnsupportedError, WeightError
 from metrale.formats.tensor import TensorView
+from metrale.quant.blocks import BLOCKS, dequantize
+from metrale.weights import loader
 from metrale.weights.loader import Weights, count_not_finite, load_weights
 from metrale.weights.preflight import Preflight, preflight
 from tests.families.opened import open_model
@@ -231,3 +233,14 @@ def test_not_finite_elements_are_counted(tmp_path: Path) -> None:
         counts = {name: count_not_finite(t) for name, t in opened.checkpoint.tensors.items()}
     assert counts.pop("model.embed_tokens.weight") == 2
     assert set(counts.values()) == {0}
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_not_finite_elements_of_blocks_are_counted(form: str) -> None:
+    """Any bytes: the elements that the dequantizer makes NaN or infinite, found from the float16 numbers alone."""
+    k = 3 * BLOCKS[form].block
+    rows = np.random.default_rng(5).integers(0, 256, (997, BLOCKS[form].row_bytes(k)), np.uint8)
+    values = dequantize(form, rows, k)
+    found = loader._damaged_blocks(form, rows)
+    assert 0 < np.count_nonzero(~np.isfinite(found)) == np.count_nonzero(~np.isfinite(values))
+    assert found.size < values.size / 4
