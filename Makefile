@@ -37,14 +37,14 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
-test-slow: $(VENV)/.installed-dev
+test-slow: $(VENV)/.installed-dev $(VENV)/.installed-peers
 	mkdir -p bench/results
 	$(BIN)/python -m pytest --slow -m slow -p no:cacheprovider | tee bench/results/test-slow.txt
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/lint
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-dev $(VENV)/.installed-peers
 	$(BIN)/python -m bench --help
 
 $(BIN)/python:
@@ -60,12 +60,18 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 	$(PIP) -e . 1>&2
 	touch $@
 
-# metrale itself is built once, by the rule above; this adds the libraries of its `dev` extra.
-$(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
-	echo "installing the libraries of the tests" 1>&2
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], \
-		sep="\n")' > $(VENV)/dev.txt
-	$(PIP) -r $(VENV)/dev.txt 1>&2
+# metrale itself is built once, by the rule above; these add the libraries of its `dev` and `peers` extras. The peers are
+# what slow tests and benchmarks compare with; llama.cpp compiles for a few minutes.
+define EXTRA
+import sys, tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
+endef
+export EXTRA
+
+$(VENV)/.installed-dev $(VENV)/.installed-peers: $(VENV)/.installed-%: $(VENV)/.installed pyproject.toml
+	echo "installing the libraries of the extra $*" 1>&2
+	$(BIN)/python -c "$$EXTRA" $* > $(VENV)/$*.txt
+	$(PIP) -r $(VENV)/$*.txt 1>&2
 	touch $@
 
 clean:
