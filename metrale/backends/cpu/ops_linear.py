@@ -24,7 +24,7 @@ def tile_shape(rows: int, panels: int, panel_bytes: int, step: int = 1) -> tuple
     that would make few tiles.
     """
     if rows <= FEW_ROWS:
-        across = min(max(1, TILE_BYTES // max(1, panel_bytes)), max(1, panels // 8))
+        across = min(max(1, TILE_BYTES // max(1, panel_bytes)), max(1, panels // 16))
         down = max(1, rows)
     else:
         down = min(rows, ROWS_A_TILE)
