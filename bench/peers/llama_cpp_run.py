@@ -27,6 +27,12 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def peak_rss_bytes() -> int:
+    """Return the most bytes this process ever had resident (getrusage would count its parent's from before exec)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
 def main(argv: list[str]) -> None:
     """Load, prefill, decode, print."""
     import llama_cpp
@@ -71,7 +77,7 @@ def main(argv: list[str]) -> None:
                 "prefill_tok_s": best_prefill,
                 "decode_tok_s": decode,
                 "rss_before": before,
-                "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "rss_peak": peak_rss_bytes(),
                 "version": llama_cpp.__version__,
                 "info": ctypes.string_at(info).decode() if not isinstance(info, bytes) else info.decode(),
             }

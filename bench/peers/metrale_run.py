@@ -7,11 +7,10 @@ the first token; decode is tokens after the first over the time between them, sa
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
-from bench.peers.llama_cpp_run import prompt_ids, rss_bytes
+from bench.peers.llama_cpp_run import peak_rss_bytes, prompt_ids, rss_bytes
 
 
 def main(argv: list[str]) -> None:
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=n_decode + 1, ignore_eos=True)
         llm.generate(ids[:8], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
         runs = [llm.generate(ids, params).timings for _ in range(repeats)]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_rss_bytes()
     known = inspect(Path(path), context=n_prompt + n_decode + 1)
     print(
         json.dumps(
