@@ -85,6 +85,8 @@ def _model(
     if resolved.unread:
         log.info("%s: keys that nothing reads: %s", config.source, ", ".join(resolved.unread))
     weights = load_weights(TensorIndex(checkpoint), resolved.weights, backend, source=config.source, progress=progress)
+    for file in checkpoint.files:  # the last tensors' neighbours and the metadata need not be resident beside the caches
+        file.release(0, file.size)
     return TransformerModel(resolved.spec, weights, engine_config, backend, diagnosis=diagnosis)
 
 
