@@ -20,7 +20,10 @@ def test_fewer_than_three_rounds_are_refused(capsys: pytest.CaptureFixture[str])
     assert "expected at least 3, got 2" in capsys.readouterr().err
 
 
-def test_decode_is_compared_with_the_bytes_of_the_tensors() -> None:
-    run = {"decode_tok_s": 50.0, "rss_peak": 900, "rss_before": 100, "file_bytes": 10**9, "kv_bytes": 1, "weight_bytes": 4e8}
-    line = cpu._ours([run] * 3, 40.0, 2)[0]
-    assert (line.name, line.value, line.ratio) == ("cpu/decode-of-read-loop", 20.0, 0.5)
+def test_decode_is_compared_with_the_bytes_a_step_reads() -> None:
+    run = {"decode_tok_s": 50.0, "rss_peak": 900, "rss_before": 100, "file_bytes": 10**9, "weight_bytes": 4e8}
+    tokens = cpu.N_PROMPT + cpu.N_DECODE + 1
+    kv = tokens * 1_000_000 / (cpu.N_PROMPT + cpu.N_DECODE / 2)  # one megabyte in the middle of the answer
+    weights, with_kv = cpu._ours([run | {"kv_bytes": kv, "read_gb_s": read} for read in (20.0, 40.0, 50.0)])[:2]
+    assert (weights.name, weights.value, weights.ratio) == ("cpu/decode-of-read-loop", pytest.approx(20.0), pytest.approx(0.5))
+    assert (with_kv.value, with_kv.ratio) == (pytest.approx(20.05), pytest.approx(20.05 / 40))

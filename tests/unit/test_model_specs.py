@@ -218,7 +218,7 @@ def test_unsupported_values_are_refused_by_name(name: str, change: dict[str, Any
     ("change", "code", "subject"),
     [
         ({"hidden_size": "<absent>"}, "config.missing", "hidden_size"),
-        ({"rms_norm_eps": None}, "config.missing", "rms_norm_eps"),
+        ({"rms_norm_eps": None}, "config.type", "rms_norm_eps: expected a number, got null"),
         ({"hidden_size": "2048"}, "config.type", "hidden_size"),
         ({"num_hidden_layers": 0}, "config.value", "num_hidden_layers"),
         ({"num_key_value_heads": 5}, "config.value", "num_key_value_heads"),
