@@ -32,7 +32,7 @@ export CHECK
 
 demo: $(VENV)/.installed
 	$(BIN)/metrale pull $(MODEL) 1>&2
-	$(BIN)/metrale generate $(MODEL) "$(PROMPT)" --chat --max-tokens 128
+	$(BIN)/metrale generate $(MODEL) "$(PROMPT)" --chat --max-tokens 128 --temperature 0
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
